@@ -1,0 +1,29 @@
+"""A probe laid over Megatron training jobs: dump, perturb, monitor, compare.
+
+Importing this package is free: it loads no torch, no Megatron and none of its own parts, so that a job which
+does not ask for the probe never pays for it.
+
+Example::
+
+    from msprobe_megatron import attach
+    with attach(model, optimizer, "probe.yaml"):
+        train(model, optimizer)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from msprobe_megatron.session import Session, attach
+
+__all__ = ["Session", "__version__", "attach"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load ``attach`` and ``Session`` on first use."""
+    if name in ("attach", "Session"):
+        from msprobe_megatron import session
+
+        return getattr(session, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,111 @@
+"""Reading a run directory: facts, ranks, steps, events, and its rows as a DuckDB relation.
+
+Opens what is there and says what is missing; never needs torch, Megatron or a live model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+_STEP = re.compile(r"step_(\d+)$")
+_RANK = re.compile(r"rank_(\d+)(?:\.json)?$")
+
+
+class RunError(Exception):
+    """A directory that cannot be read as a run; the text says what is wrong with which file."""
+
+
+@dataclass
+class Run:
+    """One run directory.
+
+    Example::
+
+        run = open_run("probe_out")
+        run.rows().aggregate("kind, count(*) as n", "kind").show()
+    """
+
+    path: Path
+    facts: dict[str, Any]
+    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    files: list[tuple[int, int, Path]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that have at least one file of rows."""
+        return sorted({step for step, _, _ in self.files})
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of every parallel axis."""
+        return {str(k): int(v) for k, v in self.facts.get("sizes", {}).items()}
+
+    def rows(
+        self, connection: duckdb.DuckDBPyConnection | None = None, step: int | None = None
+    ) -> duckdb.DuckDBPyRelation:
+        """All rows (of one step) of all ranks; raises RunError if there are none."""
+        paths = [str(path) for number, _, path in self.files if step is None or number == step]
+        if not paths:
+            asked = "" if step is None else f" of step {step}; recorded steps: {self.steps or 'none'}"
+            raise RunError(f"{self.path}: no rows{asked}")
+        connection = connection if connection is not None else duckdb.connect()
+        return connection.read_parquet(paths)
+
+
+def open_run(path: str | Path) -> Run:
+    """Read the facts of a run directory and find its files."""
+    root = Path(path)
+    if not root.is_dir():
+        raise RunError(f"{root}: not a directory; expected a run directory (it holds run.json)")
+    facts_file = root / "run.json"
+    if not facts_file.is_file():
+        raise RunError(f"{root}: no run.json; expected a run directory such as the --msprobe-output of a job")
+    run = Run(root, _json(facts_file))
+    for file in sorted((root / "ranks").glob("rank_*.json")):
+        match = _RANK.search(file.name)
+        if match and file.stat().st_size:
+            try:
+                run.ranks[int(match[1])] = _json(file)
+            except RunError as error:
+                run.problems.append(str(error))
+    for step_dir in sorted(root.glob("step_*")):
+        step = _STEP.search(step_dir.name)
+        for rank_dir in sorted(step_dir.glob("rank_*")) if step else ():
+            rank = _RANK.search(rank_dir.name)
+            if not rank or not step:
+                continue
+            file = rank_dir / "records.parquet"
+            if file.is_file():
+                run.files.append((int(step[1]), int(rank[1]), file))
+            else:
+                run.problems.append(f"{rank_dir}: no records.parquet")
+    run.problems.extend(_missing(run))
+    return run
+
+
+def _missing(run: Run) -> list[str]:
+    """Steps that some ranks have and others, which recorded, do not."""
+    recorded = {rank for _, rank, _ in run.files}
+    found = []
+    for step in run.steps:
+        absent = sorted(recorded - {rank for number, rank, _ in run.files if number == step})
+        if absent:
+            found.append(f"step {step}: no rows from ranks {absent[:8]}{' …' if len(absent) > 8 else ''}")
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise RunError(f"{path}: expected a JSON object")
+    return content

@@ -1,0 +1,80 @@
+"""Phase one: what has to happen before Megatron is imported.
+
+Reads the kit's own copy of its flags, validates the probe file (a bad one ends the job here, with one line on one
+rank), chooses the device backend, and leaves callbacks in the import system. Everything else waits until
+model and optimizer exist.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from msprobe_megatron import backends
+from msprobe_megatron.arguments import Flags, from_command_line
+from msprobe_megatron.config import ConfigError, ProbeConfig
+from msprobe_megatron.importing import when_imported
+from msprobe_megatron.patching import PatchError, PatchSet, declared
+from msprobe_megatron.record.directory import RunDirectoryError
+from msprobe_megatron.topology.coordinates import environment_rank
+
+_CANNOT = (ConfigError, PatchError, RunDirectoryError, backends.BackendError)
+_armed: Armed | None = None
+
+
+class Armed:
+    """A process in which the kit waits for a model."""
+
+    def __init__(self, flags: Flags, config: ProbeConfig | None) -> None:
+        self.flags, self.config = flags, config
+        self.session: Any = None
+        self.patches = PatchSet([p for p in declared("arguments") if config is not None or p.id.startswith("arguments.")], self)
+        for module in {patch.targets[0].partition(":")[0] for patch in (e.patch for e in self.patches.entries)}:
+            when_imported(module, lambda module: self.patches.apply())
+
+    def model_ready(self, model: Any, optimizer: Any) -> None:
+        """Model chunks and optimizer exist: attach, once."""
+        if self.session is not None or self.config is None:
+            return
+        from msprobe_megatron.session import attach
+
+        try:
+            self.session = attach(model, optimizer, self.config)
+        except _CANNOT as error:
+            refuse(error)
+
+    def optimizer_ready(self, chunks: Sequence[Any], optimizer: Any) -> None:
+        """The same, in scripts on megatron-core alone; Megatron-LM tells later, when its checkpoint is loaded."""
+        if "megatron.training.training" not in sys.modules:
+            self.model_ready(chunks, optimizer)
+
+
+def arm(flags: Flags | None = None) -> Armed:
+    """Make this process ready; the same answer when called again.
+
+    Example::
+
+        arm()          # before `import megatron`
+    """
+    global _armed  # noqa: PLW0603  (one command line a process)
+    if _armed is not None:
+        return _armed
+    flags = flags or from_command_line()
+    try:
+        config = flags.load_config() if flags.armed else None
+        if backends.select(flags.device).name == "cpu":
+            from msprobe_megatron.backends import cpu
+
+            cpu.install()
+    except _CANNOT as error:
+        refuse(error)
+    _armed = Armed(flags, config)
+    return _armed
+
+
+def refuse(error: Exception) -> NoReturn:
+    """End the job before training: one line, on one rank, exit code 2."""
+    if environment_rank() == 0:
+        print(f"msprobe: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2)

@@ -1,0 +1,69 @@
+"""A few lines that say what a probe file will record; printed by ``msprobe-megatron validate FILE``."""
+
+from msprobe_megatron.config.schema import DumpConfig, MonitorConfig, PerturbConfig, ProbeConfig
+from msprobe_megatron.config.sizes import format_size
+
+
+def describe(config: ProbeConfig) -> str:
+    """Return a summary, one line for each thing that will happen.
+
+    Example::
+
+        print(describe(load("probe.yaml")))
+        # probe.yaml
+        #   steps    10, 20-22
+        #   dump     statistics of modules (L0): all data of all names, with stacks
+    """
+    limits, recorder = config.limits, config.recorder
+    lines = {
+        "output": str(config.output),
+        "ranks": config.ranks.describe(),
+        "steps": config.steps.describe(),
+        "dump": _dump(config.dump) if config.dump else "",
+        "monitor": _monitor(config.monitor) if config.monitor else "",
+        "perturb": _perturb(config.perturb) if config.perturb else "",
+        "checks": ", ".join(_switched_on(config.checks, ("replicas", "collectives"))),
+        "recorder": f"last {recorder.keep_steps} steps, on {', '.join(recorder.on)}" if recorder else "",
+        "limits": f"host memory {format_size(limits.host_memory)}, disk {format_size(limits.disk)}",
+        "faults": "stop the job (strict)" if config.strict else "disarm the probe, training goes on",
+    }
+    body = [f"  {key:<9}{text}" for key, text in lines.items() if text]
+    return "\n".join([config.source, *body, *(f"  note     {note}" for note in config.notes)])
+
+
+def _dump(dump: DumpConfig) -> str:
+    what = {"L0": "modules", "L1": "API calls", "mix": "modules and API calls", "debug": "save() calls"}[
+        dump.level
+    ]
+    extras = [
+        f"digest {'sum64' if dump.digest is True else dump.digest}" if dump.digest else "",
+        f"sketch of {dump.sketch}" if dump.sketch else "",
+        f"microbatches {dump.microbatches.describe()}" if dump.microbatches else "",
+        f"layers {dump.layers.describe()}" if dump.layers else "",
+        f"from {dump.scope[0]} to {dump.scope[1]}" if dump.scope else "",
+        "with stacks" if dump.stacks else "without stacks",
+    ]
+    names = f"names with {', '.join(dump.list)}" if dump.list else "all names"
+    first = f"{dump.task} of {what} ({dump.level}): {'/'.join(dump.data_mode)} data of {names}"
+    return ", ".join([first, *filter(None, extras)])
+
+
+def _monitor(monitor: MonitorConfig) -> str:
+    kinds = _switched_on(monitor, ("activations", "gradients", "optimizer", "parameters", "comm"))
+    where = f"{len(monitor.targets)} targets" if monitor.targets else "all modules"
+    alerts = [
+        alert.rule if alert.threshold is None else f"{alert.rule} {alert.threshold:g}"
+        for alert in monitor.alerts
+    ]
+    watched = f"{', '.join(kinds)} of {where}, every {monitor.every} steps, as {', '.join(monitor.format)}"
+    return watched + (f"; alerts: {', '.join(alerts)}" if alerts else "")
+
+
+def _perturb(perturb: PerturbConfig) -> str:
+    names = ", ".join((*perturb.list, *perturb.scope)) or "all operators"
+    preheat = f", thresholds from {perturb.preheat_steps} steps" if perturb.preheat else ""
+    return f"{perturb.handler} by {perturb.mode} in {perturb.stage} of {names}{preheat}"
+
+
+def _switched_on(section: object, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if getattr(section, name, False)]

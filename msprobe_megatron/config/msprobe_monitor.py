@@ -1,0 +1,189 @@
+"""Translation of the settings of msprobe's training monitor into the ``monitor`` section.
+
+Two generations of one file: the first had ``targets`` and ``module_ranks`` only and watched activations,
+gradients and optimizer state; the later one switches each kind on by its own key. The file of the rewritten
+monitor (``monitors``) is recognised and refused as a whole.
+"""
+
+from collections.abc import Collection
+
+from msprobe_megatron.config.node import Node
+from msprobe_megatron.config.schema import ProbeConfig
+from msprobe_megatron.config.translation import Always, Draft, Refuse, Table, To, Via, apply_table, refusal
+
+_KINDS = {
+    "xy_distribution": "activations",
+    "wg_distribution": "gradients",
+    "mv_distribution": "optimizer",
+    "param_distribution": "parameters",
+}
+_OPS = ("norm", "min", "max", "mean", "zeros", "nans", "id", "shape", "dtype")
+_WINDOW = ("start_step", "step_interval", "collect_times")
+
+
+def is_monitor_file(keys: Collection[str]) -> bool:
+    """Return whether these top-level keys are those of the monitor's file.
+
+    Example: ``is_monitor_file({"targets", "module_ranks"})``.
+    """
+    return any(key in MONITOR for key in keys)
+
+
+def translate_monitor(root: Node) -> Draft:
+    """Return the translation of a monitor's file.
+
+    Example: ``{"targets": {}, "wg_distribution": true}`` becomes ``monitor: {gradients: true, …}``.
+    """
+    draft = Draft()
+    keys = root.mapping()
+    draft.origins["monitor"] = "/".join(_KINDS)
+    first_generation = not any(key in keys for key in (*_KINDS, "cc_distribution"))
+    for key, kind in _KINDS.items():
+        draft.put(f"monitor.{kind}", first_generation and kind != "parameters", key)
+    if first_generation:
+        draft.note("targets", "no *_distribution key: activations, gradients and optimizer state are watched")
+    apply_table(draft, root, MONITOR, skip=_WINDOW)
+    _window(
+        draft,
+        {key: node for key in _WINDOW if (node := keys.get(key)) is not None and node.value is not None},
+    )
+    draft.note(
+        "output", f"no such key; the default of the kit is {ProbeConfig().output}, see --msprobe-output"
+    )
+    return draft
+
+
+def _window(draft: Draft, given: dict[str, Node]) -> None:
+    """Turn the start, the interval and the number of collections into a range of steps."""
+    if not given:
+        return
+    bounds = {"start_step": (0, 0), "step_interval": (1, 1), "collect_times": (1, 10**8)}
+    start, interval, times = (
+        given[key].integer(low, 10**8) if key in given else default for key, (low, default) in bounds.items()
+    )
+    draft.put("steps", [f"{start}-{start + interval * (times - 1)}/{interval}"], "/".join(given))
+
+
+def _targets(draft: Draft, node: Node) -> None:
+    for name, child in node.mapping("a mapping from module names to {input: tensor, …}").items():
+        head, colon, rest = name.partition(":")
+        if colon and head.isdigit():
+            raise refusal(
+                child, f"layers are numbered over the whole model, not by chunk; write {rest} so numbered"
+            )
+    draft.put("monitor.targets", node.value, node.path)
+
+
+def _module_ranks(draft: Draft, node: Node) -> None:
+    if isinstance(node.value, str):
+        # The first generation wrote "0,1"; an empty text is every rank.
+        draft.put("ranks", node.value.strip() or "all", node.path)
+    else:
+        node.items("a list of ranks; [] is all")
+        draft.put("ranks", node.value or "all", node.path)
+
+
+def _all_modules(draft: Draft, node: Node) -> None:
+    if node.boolean() and draft.document["monitor"].get("targets"):
+        raise refusal(node, "targets select modules and parameters alike; write targets: {} for all of them")
+    draft.note(node.path, "empty targets are all modules")
+
+
+def _collectives(draft: Draft, node: Node) -> None:
+    # The switch may be missing, and then it is off.
+    draft.put("monitor.comm", False, node.path)
+    apply_table(draft, node, COLLECTIVES)
+
+
+def _alert(draft: Draft, node: Node) -> None:
+    apply_table(draft, node, ALERT)
+
+
+def _rules(draft: Draft, node: Node) -> None:
+    rules: list[object] = []
+    for item in node.items("a list of rules"):
+        fields = item.entries(("rule_name", "args"))
+        if "rule_name" not in fields:
+            raise item.error("has no rule_name", ", ".join(RULES))
+        rule = fields["rule_name"].choice(tuple(RULES))
+        arguments = fields["args"].entries(("threshold",)) if "args" in fields else {}
+        threshold = arguments["threshold"].positive_number() if "threshold" in arguments else None
+        if rule == "AnomalyTurbulence" and threshold is None:
+            raise item.error("has no threshold", "args: {threshold: 0.5}")
+        if rule == "AnomalyNan":
+            rules.append("nonfinite")
+        if threshold is not None:
+            rules.append({"rule": RULES[rule], "threshold": threshold})
+    draft.put("monitor.alerts", rules, node.path)
+
+
+def _format(draft: Draft, node: Node) -> None:
+    name = node.choice(("csv", "tensorboard", "api"))
+    if name == "api":
+        raise refusal(node, "something must be written; leave it out and read the Parquet files")
+    draft.put("monitor.format", ["parquet"] if name == "csv" else ["parquet", "tensorboard"], node.path)
+    if name == "csv":
+        draft.note(
+            node.path, "csv is made from the Parquet files by msprobe-megatron export RUN --format csv"
+        )
+
+
+def _ops(node: Node) -> object:
+    return [item.choice(_OPS) for item in node.items(f"a list of {', '.join(_OPS)}")]
+
+
+def _bool(node: Node) -> object:
+    return node.boolean()
+
+
+_METRICS = Refuse("these metrics are not computed; leave it out", (False, [], {}, ""))
+
+# The rule that a threshold belongs to; AnomalyNan is the rule nonfinite as well.
+RULES = {"AnomalyTurbulence": "spike", "AnomalyNan": "limit"}
+ALERT: Table = {
+    "rules": Via(_rules),
+    "dump": Always("alerts are always written, to events.jsonl", _bool),
+    "inform": Refuse("nobody is called; leave it out and read events.jsonl", ({},)),
+}
+COLLECTIVES: Table = {
+    "enable": To("monitor.comm"),
+    "cc_codeline": Refuse(
+        "collectives are told apart by group and site, not by source line; leave it out", ([],)
+    ),
+    "cc_pre_hook": Refuse("results of collectives are recorded; leave it out", (False,)),
+    "cc_log_only": Refuse("training is never stopped to list call sites; leave it out", (False,)),
+}
+MONITOR: Table = {
+    "targets": Via(_targets),
+    "module_ranks": Via(_module_ranks),
+    **{key: To(f"monitor.{kind}") for key, kind in _KINDS.items()},
+    "all_xy": Via(_all_modules),
+    "forward_only": Refuse("activations and their gradients come together; leave it out", (False,)),
+    "backward_only": Refuse("activations and their gradients come together; leave it out", (False,)),
+    "monitor_mbs_grad": Refuse("gradients are watched per step; write dump for each microbatch", (False,)),
+    "ur_distribution": Refuse("there are no heat maps of updates; write param_distribution", (False,)),
+    "mg_direction": Refuse("signs of gradient and momentum are not compared; leave it out", (False,)),
+    "mg_distribution": Refuse("signs of gradient and momentum are not compared; leave it out", (False,)),
+    "cc_distribution": Via(_collectives),
+    "alert": Via(_alert),
+    "ops": Always("all statistics are always recorded", _ops),
+    "eps": Refuse("zeros are counted exactly; leave it out", (1e-8,)),
+    "ndigits": Always("numbers are written in full", lambda node: node.integer(0, 20)),
+    **{key: Via(lambda draft, node: None) for key in _WINDOW},  # read together, by _window
+    "step_count_per_record": Always(
+        "the kit chooses the length of its files", lambda node: node.integer(1, 10**6)
+    ),
+    "dynamic_on": Refuse("the monitor is not switched while the job runs; write start_step", (False,)),
+    "format": Via(_format),
+    "print_struct": Refuse("training is never stopped for it; write dump: {task: structure}", (False,)),
+    "stack_info": Refuse("the monitor keeps no stacks; write dump: {stacks: true}", (False,)),
+    "squash_name": Always("names are always canonical", _bool),
+    "append_output": Refuse("a run directory holds one run; leave it out", ([],)),
+    "l2_targets": _METRICS,
+    "recording_l2_features": _METRICS,
+    "sa_order": Refuse("attention is not looked into; leave it out", ("s,b,h,d",)),
+    "params_effrank": _METRICS,
+    "monitors": Refuse(
+        "the file of the rewritten monitor is not read; write monitor: {activations: true, …}"
+    ),
+}

@@ -1,0 +1,66 @@
+"""Sizes in the probe file: ``2GiB``, ``500MB``, ``1024``; read into bytes and written back.
+
+Used by the ``limits`` section only; decimal and binary units are told apart, because a disk quota and a
+memory limit are stated in different ones and a tenth is lost at a terabyte.
+"""
+
+import re
+from fractions import Fraction
+
+from msprobe_megatron.config.node import Node
+
+UNITS = {
+    "B": 1,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+ACCEPTED = "a size above 0 such as 2GiB, 500MB or 1024 (bytes)"
+_LARGEST = 2**63 - 1
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{1,3})?")
+
+
+def parse_size(node: Node) -> int:
+    """Return the bytes a size stands for.
+
+    Example: ``2GiB`` is 2147483648, ``1.5kB`` is 1500, ``1024`` is 1024.
+    """
+    value = node.value
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str):
+        size = _from_text(value, node)
+    else:
+        raise node.error("is not a size", ACCEPTED)
+    if not 0 < size <= _LARGEST:
+        raise node.error("is out of range", ACCEPTED)
+    return size
+
+
+def _from_text(text: str, node: Node) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise node.error("is not a size", ACCEPTED)
+    number, unit = match.groups(default="B")
+    if unit not in UNITS:
+        raise node.error(f"has no known unit ({unit})", f"{ACCEPTED}; units: {', '.join(UNITS)}")
+    # A fraction, not a float: 0.1TB must be exactly 10**11 bytes.
+    return int(Fraction(number) * UNITS[unit])
+
+
+def format_size(size: int) -> str:
+    """Return bytes in the largest binary unit that keeps the number exact, else with one decimal.
+
+    Example: ``format_size(2**31) == "2GiB"``, ``format_size(500_000_000) == "476.8MiB"``.
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        scale = UNITS[unit]
+        if size >= scale:
+            return f"{size // scale}{unit}" if size % scale == 0 else f"{size / scale:.1f}{unit}"
+    return f"{size}B"

@@ -1,0 +1,34 @@
+"""Which patches would bind to the Megatron that is installed here: tried for real, then taken back."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any
+
+from msprobe_megatron import backends
+from msprobe_megatron.patching import Patch, PatchError, PatchSet, declared, host_version
+
+
+class _Nobody:
+    """Events that nobody waits for."""
+
+
+def installed_patches() -> tuple[list[dict[str, Any]], str]:
+    """Ledger of all declared patches against the importable Megatron, and a title that names its version."""
+    if backends.select().name == "cpu":
+        from msprobe_megatron.backends import cpu
+
+        cpu.install()
+    patches: list[Patch] = declared("arguments", "functions", "recording")
+    for patch in patches:
+        for target in patch.targets:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(target.partition(":")[0])
+    found = PatchSet(patches, _Nobody())
+    # A required target that is missing is what the table is there to show.
+    with contextlib.suppress(PatchError):
+        found.apply()
+    ledger = found.ledger()
+    found.revert()
+    return ledger, f"patches on megatron-core {host_version()} (nothing stays patched)"

@@ -1,0 +1,146 @@
+"""Each tensor is measured once: the output of one module is the input of the next.
+
+Stands before ``measure_into`` in a probe: ask ``lookup`` first, and tell ``remember`` the slot it filled. The
+memory is for one step; it holds no tensor and keeps no storage alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_PRUNE_FROM = 4096
+
+_Key = tuple[Hashable, ...]
+
+
+class SeenTensors:
+    """Which slot holds the figures of a tensor whose memory has not changed since.
+
+    Same tensor means: same storage, offset, shape, strides, dtype and version counter. A weak reference keeps
+    the identity of a storage from being given to another one, though not its memory. Version counters do not
+    tell of everything. The owner must call ``invalidate``
+
+    - after a collective that writes in place, and after kernels that write through raw pointers (fused
+      gradient accumulation, multi-tensor optimizers);
+    - after writing through ``.data``, whose tensors have a counter of their own: Megatron's optimizers copy
+      new weights that way, so the optimizer step is always such a moment.
+
+    Example::
+
+        seen = SeenTensors()
+        slot = seen.lookup(x)
+        if slot is None:
+            slot = table.take()
+            if measure_into(x, table.floats(slot), table.counts(slot)):
+                seen.remember(x, slot)
+        ...
+        seen.forget_all()   # at the end of the step
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[_Key, int] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, list[_Key]]] = {}
+        self._prune_at = _PRUNE_FROM
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def lookup(self, x: torch.Tensor) -> int | None:
+        """Return the slot remembered for ``x`` as it is now, or None.
+
+        Example::
+
+            slot = seen.lookup(x)
+        """
+        key = _key(x)
+        return None if key is None else self._slots.get(key)
+
+    def remember(self, x: torch.Tensor, slot: int) -> None:
+        """Keep ``slot`` for ``x`` until its memory changes; not for inference tensors, which have no version.
+
+        Example::
+
+            seen.remember(x, slot)
+        """
+        key = _key(x)
+        if key is None:
+            return
+        storage = x.untyped_storage()
+        held = self._storages.get(storage._cdata)
+        if held is None:
+            if len(self._storages) >= self._prune_at:
+                self._prune()
+            held = self._storages[storage._cdata] = (_weak(storage), [])
+        held[1].append(key)
+        self._slots[key] = slot
+
+    def invalidate(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """Forget whatever shares memory with ``tensors``; None forgets everything.
+
+        Example::
+
+            dist.all_reduce(grad)
+            seen.invalidate([grad])
+        """
+        if tensors is None:
+            self.forget_all()
+            return
+        for tensor in tensors:
+            key = _key(tensor)
+            if key is None:
+                # Unknown memory may be anyone's.
+                self.forget_all()
+                return
+            self._drop(tensor.untyped_storage()._cdata)
+
+    def forget_all(self) -> None:
+        """Forget everything: slots of a finished step mean nothing in the next.
+
+        Example::
+
+            seen.forget_all()
+        """
+        self._slots.clear()
+        self._storages.clear()
+        self._prune_at = _PRUNE_FROM
+
+    def _drop(self, storage: int) -> None:
+        _, keys = self._storages.pop(storage, (None, ()))
+        for key in keys:
+            self._slots.pop(key, None)
+
+    def _prune(self) -> None:
+        # A freed storage leaves a few bytes behind for as long as the weak reference stands.
+        for storage in [cdata for cdata, (ref, _) in self._storages.items() if _expired(ref)]:
+            self._drop(storage)
+        self._prune_at = max(_PRUNE_FROM, 2 * len(self._storages))
+
+
+def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _expired(reference: StorageWeakRef) -> bool:
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
+
+
+def _key(x: torch.Tensor) -> _Key | None:
+    try:
+        if x.is_inference():
+            return None
+        return (
+            x.untyped_storage()._cdata,
+            x.storage_offset(),
+            x.shape,
+            x.stride(),
+            x.dtype,
+            x._version,
+            # Lazy conjugates and negatives share everything else with what they are taken of.
+            x.is_conj(),
+            x.is_neg(),
+        )
+    except RuntimeError:  # sparse, nested and wrapped tensors: no storage, or none of their own
+        return None

@@ -1,0 +1,178 @@
+"""The run directory: the one place where files of a run come from.
+
+The writer thread and the session hand it tables and facts under relative names that the kit made up; names of
+tensors are data inside the files and never become paths. Files appear whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from msprobe_megatron.record import events
+from msprobe_megatron.record.json_text import json_text
+from msprobe_megatron.record.safe_files import (
+    RunDirectoryError,
+    components,
+    create_file,
+    directory_below,
+    open_directory,
+    replace_file,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["RunDirectory", "RunDirectoryError"]
+
+
+class RunDirectory:
+    """An output directory, held open. Several ranks may share one; each claims its own number.
+
+    Example::
+
+        directory = RunDirectory.create(Path("probe_out"))
+        directory.claim_rank(3)
+        directory.write_json("run.json", {"world": 8})
+        directory.append_event({"event": "fault", "rank": 3, "text": "disk full"})
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def create(cls, root: Path) -> RunDirectory:
+        """Open ``root``, made 0700 with its missing parents; a symbolic link at its end is refused.
+
+        Example::
+
+            RunDirectory.create(Path("probe_out"))
+        """
+        root = Path(os.path.abspath(root))
+        anchor, missing = root.parent, [root.name]
+        while not anchor.is_dir() and anchor != anchor.parent:
+            missing.insert(0, anchor.name)
+            anchor = anchor.parent
+        try:
+            above = os.open(anchor, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                with directory_below(above, missing, str(anchor).rstrip("/")) as descriptor:
+                    return cls(root, os.dup(descriptor))
+            finally:
+                os.close(above)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{root}: cannot be made: {error.strerror}; choose another --msprobe-output"
+            ) from error
+
+    @classmethod
+    def open(cls, root: Path) -> RunDirectory:
+        """Open an output directory that exists.
+
+        Example::
+
+            RunDirectory.open(Path("probe_out")).append_event({"event": "note"})
+        """
+        root = Path(os.path.abspath(root))
+        if not root.is_dir():
+            raise RunDirectoryError(f"{root}: is not a directory; accepted: the output directory of a run")
+        above = os.open(root.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return cls(root, open_directory(root.name, above, str(root)))
+        finally:
+            os.close(above)
+
+    def close(self) -> None:
+        """Let go of the directory. Safe to call twice.
+
+        Example::
+
+            directory.close()
+        """
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def claim_rank(self, rank: int) -> None:
+        """Take the number of this process for this run; refused when a run has been here before.
+
+        Example::
+
+            directory.claim_rank(3)   # ranks/rank_00003.json
+        """
+        name = f"rank_{rank:05d}.json"
+        try:
+            with directory_below(self._descriptor, ["ranks"], str(self.path)) as folder:
+                descriptor = create_file(name, folder)
+        except FileExistsError:
+            raise RunDirectoryError(
+                f"{self.path} already holds a run; choose another --msprobe-output or remove it"
+            ) from None
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(json_text({"rank": rank, "claimed": True}).encode("ascii"))
+
+    def write_file(self, relative: str, fill: Callable[[IO[bytes]], None]) -> int:
+        """Let ``fill`` write a file, which then appears whole; returns its size.
+
+        Example::
+
+            directory.write_file("step_000010/rank_00003/note.txt", lambda file: file.write(b"hello"))
+        """
+        *folders, name = components(relative)
+        with directory_below(self._descriptor, folders, str(self.path)) as folder:
+            return replace_file(name, folder, fill)
+
+    def write_json(self, relative: str, value: Any) -> int:
+        """Write facts as JSON; returns the size of the file.
+
+        Example::
+
+            directory.write_json("run.json", {"world": 8})
+        """
+        text = json_text(value, indent=1).encode("ascii")
+        return self.write_file(relative, lambda file: _put(file, text))
+
+    def write_table(self, relative: str, table: pa.Table) -> int:
+        """Write a table as Parquet; returns the size of the file.
+
+        Example::
+
+            directory.write_table("step_000010/rank_00003/records.parquet", table)
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        compression = "zstd" if pa.Codec.is_available("zstd") else "snappy"
+        return self.write_file(relative, lambda file: pq.write_table(table, file, compression=compression))
+
+    def append_event(self, event: Mapping[str, Any]) -> None:
+        """Add one line to ``events.jsonl``, in one write: ranks append at the same time.
+
+        Example::
+
+            directory.append_event({"event": "drop", "rank": 3, "step": 10, "rows": 52})
+        """
+        line = (json_text(event) + "\n").encode("ascii")
+        descriptor = self._open_events()
+        try:
+            written = os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+        if written != len(line):
+            raise OSError(
+                f"{self.path / events.FILE_NAME}: {written} of {len(line)} bytes of an event were written"
+            )
+
+    def _open_events(self) -> int:
+        with contextlib.suppress(FileExistsError):
+            return create_file(events.FILE_NAME, self._descriptor, os.O_WRONLY | os.O_APPEND)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(events.FILE_NAME, flags, dir_fd=self._descriptor)
+
+
+def _put(file: IO[bytes], content: bytes) -> None:
+    file.write(content)

@@ -1,0 +1,92 @@
+"""The one table of a run: its columns, their types, and the row as probes hand it over.
+
+Everything the kit sees becomes a row of this table; what comes after the run directory is a query on it. The
+columns of statistics are filled from the slot table when a step is written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMAT_NAME = "msprobe_megatron.records"
+FORMAT_VERSION = 1
+
+PHASES = ("forward", "recompute", "backward", "optimizer")
+KINDS = (
+    *("activation", "gradient", "parameter", "grad_unreduced", "grad_reduced", "grad_clipped"),
+    *("optimizer_state", "update", "comm", "data", "loss", "perturb", "check", "throughput"),
+)
+IDENTITY_COLUMNS = ("rank", "tp", "pp", "dp", "cp", "ep", "etp")
+FLOAT_COLUMNS = ("min", "max", "sum", "sumsq", "absmax")
+COUNT_COLUMNS = ("n_nan", "n_posinf", "n_neginf", "n_zero")
+
+
+class Row(NamedTuple):
+    """What a probe knows of a tensor without reading it, and the slot where its figures are.
+
+    ``site`` -1 means none, ``slot`` -1 no statistics. ``extra`` is JSON text. The step and the place of this
+    process are added when the row is written.
+    """
+
+    seq: int
+    microbatch: int | None
+    phase: str
+    vpp: int | None
+    kind: str
+    name: str
+    io: str
+    path: str
+    op: str
+    site: int
+    dtype: str
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...] | None
+    shard: str
+    numel: int
+    slot: int
+    extra: str | None = None
+    digest: int | None = None
+    sketch: tuple[float, ...] | None = None
+    tensor: str | None = None
+
+
+def arrow_schema() -> pa.Schema:
+    """Return the Arrow schema of ``records.parquet``, with the format's name and version as metadata.
+
+    Example::
+
+        arrow_schema().names[:4]   # ['step', 'microbatch', 'phase', 'seq']
+    """
+    import pyarrow as pa
+
+    word = pa.dictionary(pa.int32(), pa.string())
+    # Dimensions are 64 bits wide: a flat gradient buffer can have more than 2**31 elements.
+    shape = pa.list_(pa.int64())
+    fields = [
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("microbatch", pa.int32()),
+        pa.field("phase", word, nullable=False),
+        pa.field("seq", pa.int64(), nullable=False),
+        pa.field("rank", pa.int32(), nullable=False),
+        *(pa.field(axis, pa.int16(), nullable=axis == "vpp") for axis in _AXES),
+        *(pa.field(name, word, nullable=False) for name in ("kind", "name", "io", "path", "op")),
+        pa.field("site", pa.int32()),
+        pa.field("dtype", word, nullable=False),
+        pa.field("shape", shape, nullable=False),
+        pa.field("global_shape", shape),
+        pa.field("shard", word, nullable=False),
+        pa.field("numel", pa.int64(), nullable=False),
+        *(pa.field(name, pa.float64()) for name in FLOAT_COLUMNS),
+        *(pa.field(name, pa.int64()) for name in COUNT_COLUMNS),
+        pa.field("digest", pa.uint64()),
+        pa.field("sketch", pa.list_(pa.float32())),
+        pa.field("tensor", pa.string()),
+        pa.field("extra", pa.string()),
+    ]
+    return pa.schema(fields, metadata={"format": FORMAT_NAME, "version": str(FORMAT_VERSION)})
+
+
+_AXES = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")

@@ -1,0 +1,200 @@
+"""The slot table: where figures wait, on the device that computed them, until the step is over.
+
+A probe takes a slot, ``measure`` fills its two views, and at the end of the step ``seal`` starts one copy a
+block to the host. The writer thread waits for the copies; the device never waits for the host.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from msprobe_megatron.record.schema import COUNT_COLUMNS, FLOAT_COLUMNS
+
+if TYPE_CHECKING:
+    from msprobe_megatron.backends.base import HostCopy
+
+_FLOATS, _COUNTS = len(FLOAT_COLUMNS), len(COUNT_COLUMNS)
+_WORD = 8
+VIEW_BYTES = 2 * 512
+"""Host memory of the two tensor objects through which a slot is written, generously."""
+
+
+@dataclass(frozen=True)
+class _Clone:
+    tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.tensor
+
+
+def clone_to_host(tensor: torch.Tensor) -> HostCopy:
+    """Copy at once: right for tables in host memory, and for tests.
+
+    Example::
+
+        clone_to_host(torch.ones(2)).wait()
+    """
+    return _Clone(tensor.detach().clone().cpu())
+
+
+class SealedSlots:
+    """The figures of one finished step, on their way to the host."""
+
+    def __init__(self, copies: list[HostCopy], words: int, float_dtype: torch.dtype, slots: int) -> None:
+        self._copies, self._words, self._slots = copies, words, slots
+        self._float: type[np.floating[npt.NBitBase]] = (
+            np.float64 if float_dtype is torch.float64 else np.float32
+        )
+
+    def __len__(self) -> int:
+        return self._slots
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that the copies take."""
+        return self._slots * self._words * _WORD
+
+    def wait(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Return the figures as arrays of (slots, 5) and (slots, 4). For the writer thread: this may wait.
+
+        A slot that was taken and never filled reads NaN and -1.
+
+        Example::
+
+            floats, counts = table.seal().wait()
+        """
+        blocks = [copy.wait().numpy() for copy in self._copies]
+        words = np.concatenate(blocks) if blocks else np.empty((0, self._words), np.int64)
+        floats = words.view(self._float)[:, :_FLOATS].astype(np.float64)
+        return floats, words[:, self._words - _COUNTS :]
+
+
+class SlotTable:
+    """Rows of figures on a device, in blocks that are made when needed and used again every step.
+
+    Both kinds of figure of a slot lie side by side in one block of 64-bit words, so that one copy brings both.
+    ``to_host`` must order its copy before later work on the current stream: the table is used again at once.
+    Slots may be taken from several threads; ``seal`` belongs between steps. ``limit_bytes`` bounds the memory of
+    blocks and views together.
+
+    Example::
+
+        table = SlotTable(torch.device("cpu"))
+        slot = table.take()
+        if slot >= 0:
+            measure_into(x, table.floats(slot), table.counts(slot))
+        floats, counts = table.seal().wait()
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        rows_per_block: int = 1024,
+        *,
+        float_dtype: torch.dtype = torch.float64,
+        limit_bytes: int = 256 << 20,
+        to_host: Callable[[torch.Tensor], HostCopy] = clone_to_host,
+    ) -> None:
+        if float_dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"float_dtype: {float_dtype}; accepted: torch.float64, torch.float32")
+        self._device, self._dtype, self._to_host = device, float_dtype, to_host
+        self._words = -(-_FLOATS * float_dtype.itemsize // _WORD) + _COUNTS
+        slot_bytes = self._words * _WORD + VIEW_BYTES
+        self._rows = min(rows_per_block, limit_bytes // slot_bytes)
+        if self._rows < 1:
+            raise ValueError(
+                f"rows_per_block {rows_per_block}, limit_bytes {limit_bytes}: no room for a slot; accepted: at "
+                f"least 1 and {slot_bytes}"
+            )
+        self._block_bytes = self._rows * slot_bytes
+        self._most_blocks = limit_bytes // self._block_bytes
+        self._blocks: list[torch.Tensor] = []
+        self._floats: list[torch.Tensor] = []
+        self._counts: list[torch.Tensor] = []
+        self._next = itertools.count()
+        self._growing = threading.Lock()
+        self.dropped = 0
+        """Slots that were asked for beyond the limit, since the table was made."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in use, device and host together."""
+        return len(self._blocks) * self._block_bytes
+
+    def take(self) -> int:
+        """Return a free slot, or -1 (counted in ``dropped``) when the limit is reached.
+
+        Example::
+
+            slot = table.take()
+        """
+        slot = next(self._next)  # atomic, unlike adding one to an attribute
+        return slot if slot < len(self._counts) else self._grow(slot)
+
+    def floats(self, slot: int) -> torch.Tensor:
+        """Return the view of five floats of a slot.
+
+        Example::
+
+            table.floats(slot).shape   # (5,)
+        """
+        return self._floats[slot]
+
+    def counts(self, slot: int) -> torch.Tensor:
+        """Return the view of four 64-bit counts of a slot.
+
+        Example::
+
+            table.counts(slot).shape   # (4,)
+        """
+        return self._counts[slot]
+
+    def seal(self) -> SealedSlots:
+        """Start the copies of all taken slots; the table is empty again when this returns.
+
+        Example::
+
+            batch = StepBatch(step, rows, table.seal(), sites, complete=True)
+        """
+        taken = min(next(self._next), len(self._counts))
+        copies = []
+        for index, block in enumerate(self._blocks):
+            used = min(taken - index * self._rows, self._rows)
+            if used <= 0:
+                break
+            copies.append(self._to_host(block[:used]))
+            self._clear(block[:used])
+        self._next = itertools.count()
+        return SealedSlots(copies, self._words, self._dtype, taken)
+
+    def _grow(self, slot: int) -> int:
+        with self._growing:
+            while slot >= len(self._counts):
+                if len(self._blocks) >= self._most_blocks:
+                    self.dropped += 1
+                    return -1
+                # Inference mode would make blocks that cannot be written to outside it.
+                with torch.inference_mode(False), torch.no_grad():
+                    block = torch.zeros((self._rows, self._words), dtype=torch.int64, device=self._device)
+                    floats, counts = self._clear(block)
+                    self._blocks.append(block)
+                    self._floats.extend(floats.unbind(0))
+                    # Last, because this is what `take` looks at.
+                    self._counts.extend(counts.unbind(0))
+        return slot
+
+    def _clear(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # A slot that is taken and then not filled must not show the figures of an earlier step.
+        floats = block.view(self._dtype)[:, :_FLOATS]
+        counts = block[:, self._words - _COUNTS :]
+        floats.fill_(torch.nan)
+        counts.fill_(-1)
+        return floats, counts

@@ -1,0 +1,83 @@
+"""Rows and figures of one step as an Arrow table.
+
+Runs in the writer thread, which shares the interpreter with training: hence whole columns at a time, and no
+Python code for each cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from msprobe_megatron.record.schema import COUNT_COLUMNS, FLOAT_COLUMNS, IDENTITY_COLUMNS, Row, arrow_schema
+
+_FROM_ROW = frozenset(Row._fields) - {"slot", "site"}
+
+
+def build_table(
+    step: int,
+    rows: Sequence[Row],
+    floats: npt.NDArray[np.float64],
+    counts: npt.NDArray[np.int64],
+    identity: Mapping[str, int],
+) -> pa.Table:
+    """Return the table of a step; figures that are not finite, or whose slot was never filled, become null.
+
+    Example::
+
+        table = build_table(10, rows, *sealed.wait(), {"rank": 3, "tp": 1, ...})
+    """
+    schema = arrow_schema()
+    if not rows:
+        return schema.empty_table()
+    cells = dict(zip(Row._fields, zip(*rows, strict=True), strict=True))
+    columns: dict[str, Any] = {name: cells[name] for name in _FROM_ROW}
+    columns["step"] = np.full(len(rows), step, np.int64)
+    for name in IDENTITY_COLUMNS:
+        columns[name] = np.full(len(rows), identity[name], np.int32 if name == "rank" else np.int16)
+    site = np.array(cells["site"], np.int32)
+    masks = {"site": site < 0}
+    columns["site"] = site
+    _add_figures(columns, masks, np.array(cells["slot"], np.int64), floats, counts)
+    arrays = [_column(columns[field.name], field.type, masks.get(field.name)) for field in schema]
+    return pa.table(arrays, schema=schema)
+
+
+def _add_figures(
+    columns: dict[str, Any],
+    masks: dict[str, npt.NDArray[np.bool_]],
+    slot: npt.NDArray[np.int64],
+    floats: npt.NDArray[np.float64],
+    counts: npt.NDArray[np.int64],
+) -> None:
+    # One line more than there are slots, at -1, for the rows that have none. NaN and -1 mean absent.
+    padded_floats = np.concatenate((floats, np.full((1, len(FLOAT_COLUMNS)), np.nan)))[slot]
+    padded_counts = np.concatenate((counts, np.full((1, len(COUNT_COLUMNS)), -1)))[slot]
+    for names, figures, absent in (
+        (FLOAT_COLUMNS, padded_floats, ~np.isfinite(padded_floats)),
+        (COUNT_COLUMNS, padded_counts, padded_counts < 0),
+    ):
+        for index, name in enumerate(names):
+            columns[name] = np.ascontiguousarray(figures[:, index])
+            masks[name] = absent[:, index]
+
+
+def _column(values: Any, kind: pa.DataType, mask: npt.NDArray[np.bool_] | None) -> pa.Array:
+    if pa.types.is_dictionary(kind):
+        return _text(values).dictionary_encode()
+    if pa.types.is_string(kind):
+        return _text(values)
+    return pa.array(values, kind, mask=mask)
+
+
+def _text(values: Sequence[str | None]) -> pa.Array:
+    try:
+        return pa.array(values, pa.string())
+    except UnicodeEncodeError:
+        # A lone surrogate is legal in a Python name and not in UTF-8; the row must not be lost for it.
+        escaped = [v if v is None else v.encode("utf-8", "backslashreplace").decode("utf-8") for v in values]
+        return pa.array(escaped, pa.string())

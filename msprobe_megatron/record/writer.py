@@ -1,0 +1,211 @@
+"""The writer thread: takes finished steps from training and turns them into files.
+
+Training hands over a batch and goes on. The queue is bounded in bytes: a full one makes training wait or drops
+the batch, as chosen, and drops are counted. Whatever goes wrong here is told once and never raised into training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.record.schema import IDENTITY_COLUMNS, Row
+from msprobe_megatron.record.slots import SealedSlots
+from msprobe_megatron.record.table import build_table
+
+ROW_BYTES = 512
+"""Memory of a waiting row: the tuple, its numbers and its shape; names are shared between rows."""
+POLICIES = ("block", "drop")
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """All that one rank saw of one step. ``complete`` is False when the step was cut short."""
+
+    step: int
+    rows: list[Row]
+    slots: SealedSlots
+    sites: dict[str, Any]
+    complete: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Estimate of the memory that the batch holds while it waits."""
+        return self.slots.nbytes + ROW_BYTES * (1 + len(self.rows) + len(self.sites))
+
+
+@dataclass
+class WriterCounts:
+    """What became of the batches: every one is in the end written or dropped."""
+
+    steps_written: int = 0
+    rows_written: int = 0
+    bytes_written: int = 0
+    steps_dropped: int = 0
+    rows_dropped: int = 0
+    bytes_dropped: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the counts for the ledger.
+
+        Example::
+
+            writer.counts.as_dict()["rows_written"]
+        """
+        return asdict(self)
+
+
+class Writer:
+    """Writes batches in one daemon thread.
+
+    ``policy`` says what a full queue does: "block" lets training wait (``block_seconds`` at most, then the
+    batch is dropped: a dead disk must not stop a job), "drop" never waits. ``on_fault`` is called once, in the
+    thread, with the first error; from then on everything is dropped and counted. In a forked child every call
+    is a no-op.
+
+    Example::
+
+        identity = {"rank": 3, "tp": 1, "pp": 0, "dp": 0, "cp": 0, "ep": 0, "etp": 0}
+        writer = Writer(directory, identity, 64 << 20, on_fault=print)
+        writer.submit(StepBatch(10, rows, table.seal(), sites, complete=True))
+        writer.close()
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        identity: Mapping[str, int],
+        queue_bytes: int,
+        on_fault: Callable[[BaseException], None],
+        *,
+        policy: str = "block",
+        block_seconds: float = 600.0,
+    ) -> None:
+        absent = [name for name in IDENTITY_COLUMNS if name not in identity]
+        if absent:
+            raise ValueError(f"identity: {', '.join(absent)} missing; needed: {', '.join(IDENTITY_COLUMNS)}")
+        if policy not in POLICIES:
+            raise ValueError(f"policy: {policy!r} is unknown; accepted: {', '.join(POLICIES)}")
+        self._directory, self._on_fault = directory, on_fault
+        self._identity = {name: identity[name] for name in IDENTITY_COLUMNS}
+        self._limit, self._policy, self._patience = queue_bytes, policy, block_seconds
+        self._queue: deque[tuple[StepBatch, int]] = deque()  # with the size it was let in for
+        self._held_bytes = 0  # queued and in work
+        self._changed = threading.Condition()
+        self._closing = self._faulted = False
+        self._pid = os.getpid()
+        self.counts = WriterCounts()
+        # At once and not with the first batch: an interpreter that is shutting down starts no threads.
+        self._thread = threading.Thread(target=self._run, name="msprobe-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, batch: StepBatch) -> bool:
+        """Hand over a step; False when it was dropped.
+
+        Example::
+
+            writer.submit(batch)
+        """
+        if os.getpid() != self._pid:  # forked: the thread is not here, and the lock may be held for ever
+            return False
+        size = batch.nbytes
+        with self._changed:
+            if not self._make_room(size):
+                self._drop(batch)
+                return False
+            self._queue.append((batch, size))
+            self._held_bytes += size
+            self._changed.notify_all()
+        return True
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that was handed over is written or dropped; False when ``timeout`` seconds passed.
+
+        Example::
+
+            writer.flush(timeout=60)
+        """
+        if os.getpid() != self._pid:
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: self._held_bytes == 0, timeout)
+
+    def close(self, timeout: float | None = 600.0) -> bool:
+        """Write what waits and end the thread; later batches are dropped. Safe to call twice.
+
+        Example::
+
+            writer.close()
+        """
+        if os.getpid() != self._pid:
+            return True
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if threading.current_thread() is self._thread:  # from on_fault: a thread cannot wait for itself
+            return False
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _make_room(self, size: int) -> bool:
+        # A batch larger than the whole queue is let in when it has the queue for itself.
+        deadline = time.monotonic() + self._patience
+        while not self._closing and not self._faulted:
+            if self._held_bytes == 0 or self._held_bytes + size <= self._limit:
+                return True
+            left = deadline - time.monotonic()
+            if self._policy == "drop" or left <= 0:
+                return False
+            self._changed.wait(left)
+        return False
+
+    def _drop(self, batch: StepBatch) -> None:
+        self.counts.steps_dropped += 1
+        self.counts.rows_dropped += len(batch.rows)
+        self.counts.bytes_dropped += batch.nbytes
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    return
+                batch, size = self._queue.popleft()
+            written, error = 0, None
+            if not self._faulted:
+                try:
+                    written = self._write(batch)
+                except BaseException as caught:
+                    error = caught
+            if error is not None:
+                self._faulted = True
+                with contextlib.suppress(Exception):  # the messenger's own fault must not end this thread
+                    self._on_fault(error)
+            with self._changed:
+                if self._faulted:
+                    self._drop(batch)
+                else:
+                    self.counts.steps_written += 1
+                    self.counts.rows_written += len(batch.rows)
+                    self.counts.bytes_written += written
+                self._held_bytes -= size
+                self._changed.notify_all()
+            del batch
+
+    def _write(self, batch: StepBatch) -> int:
+        folder = f"step_{batch.step:06d}/rank_{self._identity['rank']:05d}"
+        floats, counts = batch.slots.wait()
+        table = build_table(batch.step, batch.rows, floats, counts, self._identity)
+        table = table.replace_schema_metadata(
+            {**table.schema.metadata, b"complete": b"true" if batch.complete else b"false"}
+        )
+        # Sites first: who sees records then also finds what they point to.
+        size = self._directory.write_json(f"{folder}/sites.json", batch.sites)
+        return size + self._directory.write_table(f"{folder}/records.parquet", table)

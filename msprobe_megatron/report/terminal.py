@@ -1,0 +1,127 @@
+"""Terminal tables: at most 100 columns, coloured on a terminal, plain when piped. Formats only; computes nothing."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from msprobe_megatron.analyse.summary import Summary
+
+_WIDTH = 100
+
+
+def console(stream: Any = None) -> Console:
+    """A console that never wraps at more than 100 columns."""
+    stream = stream if stream is not None else sys.stdout
+    width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns) if stream.isatty() else _WIDTH
+    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+
+
+def print_summary(summary: Summary, out: Console | None = None) -> None:
+    """The answer to `msprobe-megatron summary RUN`."""
+    out = out if out is not None else console()
+    layout = " ".join(f"{axis.upper()}{size}" for axis, size in summary.sizes.items()) or "one process"
+    versions = summary.versions
+    out.print(f"[bold]{escape(summary.path)}[/bold]")
+    out.print(
+        f"{summary.world} ranks ({layout}), megatron-core {escape(versions.get('megatron-core', '?'))},"
+        f" torch {escape(versions.get('torch', '?'))}"
+    )
+    out.print(
+        f"{summary.rows:,} rows of {len(summary.ranks)} ranks, steps {span(summary.steps)}, {size(summary.bytes)} on disk"
+    )
+    if summary.lines:
+        out.print(_table(summary))
+    for reason, count in sorted(summary.unmerged.items()):
+        out.print(f"not merged over shards: {count} rows: {escape(reason)}")
+    for text in summary.warnings:
+        out.print(Text(f"! {text}", style="yellow"))
+    if not summary.warnings:
+        out.print("everything that was asked was recorded", style="green")
+
+
+def _table(summary: Summary) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("where")
+    table.add_column("kind")
+    for name in ("names", "rows", "absmax", "norm", "zeros", "non-finite"):
+        table.add_column(name, justify="right")
+    previous = None
+    for line in summary.lines:
+        bad = Text(str(line.non_finite), style="bold red" if line.non_finite else "")
+        table.add_row(
+            escape(line.place) if line.place != previous else "",
+            line.kind,
+            str(line.names),
+            str(line.rows),
+            number(line.absmax),
+            number(line.norm),
+            "" if line.zeros is None else f"{100 * line.zeros:.1f}%",
+            bad,
+        )
+        previous = line.place
+    return table
+
+
+def print_ledger(lines: Sequence[dict[str, Any]], title: str, out: Console | None = None) -> None:
+    """The patches: what was asked, bound, fired."""
+    out = out if out is not None else console()
+    out.print(f"[bold]{escape(title)}[/bold]")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("patch", "phase", "state", "fired", "why or why not"):
+        table.add_column(name, overflow="fold")
+    for line in lines:
+        style = {"bound": "green", "absent": "yellow", "left": "yellow"}.get(line["state"], "")
+        table.add_row(
+            escape(line["id"]),
+            line["phase"],
+            Text(line["state"], style=style),
+            str(line["fired"]),
+            escape(line["reason"] or line["why"]),
+        )
+    out.print(table)
+
+
+def number(value: float | None) -> str:
+    """Four significant digits, or nothing."""
+    return "" if value is None else f"{value:.4g}"
+
+
+def size(count: int) -> str:
+    """Bytes for people.
+
+    Example::
+
+        >>> size(123456)
+        '120.6 KiB'
+    """
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def span(numbers: Iterable[int]) -> str:
+    """Sorted numbers as ranges.
+
+    Example::
+
+        >>> span([0, 1, 2, 5])
+        '0-2, 5'
+    """
+    ranges: list[list[int]] = []
+    for value in numbers:
+        if ranges and value == ranges[-1][1] + 1:
+            ranges[-1][1] = value
+        else:
+            ranges.append([value, value])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges) or "none"

@@ -1,0 +1,420 @@
+"""The life of one armed job: attach, the clock driven by the schedule, recorded steps, faults, close.
+
+The session stands above everything else: it wires sites to probes and probes to the writer, and it is what the
+patches talk to. Between recorded steps it keeps two wrappers (schedule and `optimizer.step`) that compare one
+integer; hooks and all other patches exist only while a step is recorded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from msprobe_megatron import backends, facts
+from msprobe_megatron.arguments import Flags, from_command_line
+from msprobe_megatron.clock import Clock, Moment
+from msprobe_megatron.config import ConfigError, ProbeConfig, load
+from msprobe_megatron.patches.optimizer import wrap_step
+from msprobe_megatron.patching import PatchSet, declared
+from msprobe_megatron.probes.dump import DumpProbe
+from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.record.slots import SlotTable
+from msprobe_megatron.record.writer import Writer
+from msprobe_megatron.sites.losses import LossSite
+from msprobe_megatron.sites.modules import ModuleSite
+from msprobe_megatron.sites.optimizer import OptimizerSite
+from msprobe_megatron.topology import coordinates, host, names
+
+_NEVER = sys.maxsize
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class ProbeFault(Exception):
+    """A fault of the kit under `strict: true`; without it training never sees one."""
+
+
+def guarded(method: _Method) -> _Method:
+    """A fault inside `method` disarms the session instead of reaching the training code."""
+
+    @functools.wraps(method)
+    def guard(self: Session, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except ProbeFault:
+            raise
+        except Exception as error:
+            self.fault(error, method.__name__)
+            return None
+
+    return guard  # type: ignore[return-value]
+
+
+class Session:
+    """One armed model. Made by `attach`; ends with `close` or with the process.
+
+    Example::
+
+        session = attach(chunks, optimizer, "probe.yaml")
+        ...
+        session.close()
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        optimizer: Any,
+        config: ProbeConfig,
+        *,
+        tag: str | None = None,
+        step: int | Callable[[], int] | None = None,
+        arguments: Any = None,
+    ) -> None:
+        self.config, self.clock = config, Clock()
+        self.where = coordinates.current()
+        config.ranks.check(self.where.world, self.where.sizes())
+        self.selected = config.ranks.selects(self.where.rank, self.where.position())
+        self.closed = False
+        self.faults: list[str] = []
+        self.steps_recorded: list[int] = []
+        self._chunks, self._optimizer = list(chunks), optimizer
+        self._chunk_of = {id(m): i for i, chunk in enumerate(chunks) for m in (chunk, names.unwrap(chunk))}
+        self._step_source = step if callable(step) else None
+        self._count = step if isinstance(step, int) else -1
+        self._open = self._recording = False
+        self._schedules: set[str] = set()
+        self._last_step = -1
+        self._undo: Callable[[], None] | None = None
+        self._next = _NEVER
+        output = Path(config.output) / tag if tag else Path(config.output)
+        self.directory = RunDirectory.create(output)
+        if self.where.rank == 0:
+            self.directory.write_json("run.json", facts.run_facts(config, self.where, chunks, arguments, tag))
+        if self.selected:
+            self._arm()
+
+    def _arm(self) -> None:
+        config = self.config
+        dump = config.dump
+        if dump is None:
+            raise ConfigError(f"{config.source}: dump: missing; accepted: a section that says what to record")
+        self.directory.claim_rank(self.where.rank)
+        device = backends.select()
+        budget = config.limits.host_memory
+        slots = SlotTable(device.device, float_dtype=device.float_dtype, to_host=device.to_host, limit_bytes=budget // 4)
+        self.probe = DumpProbe(dump, self.clock, slots)
+        self._modules = ModuleSite(self._chunks, self.probe, self.clock, self.where, self.fault, dump.stacks)
+        self._parameters = OptimizerSite(self._chunks, self._optimizer, self.probe, self.where)
+        self._losses = LossSite(self.probe)
+        self._refuse_empty()
+        identity = {"rank": self.where.rank, **self.where.position()}
+        self.writer = Writer(self.directory, identity, budget // 2, lambda error: self.fault(error, "writer"))
+        self._while_recording = PatchSet(declared("recording"), self)
+        self._write_rank_file()
+        _DISPATCHER.add(self)
+        if self._optimizer is not None:
+            self._undo = wrap_step(self._optimizer, self)
+        self._next = _or_never(config.steps.next_from(0))
+        atexit.register(self.close)
+
+    def _refuse_empty(self) -> None:
+        """A pattern without a match is an error where it can be known: when no other stage can have the name."""
+        unmatched = self.probe.unmatched()
+        if unmatched and self.where.pp_size == 1 and self.where.ep_size == 1:
+            some = ", ".join(w.entry.name for w in self._modules.watched[:3]) or ", ".join(
+                entry.name for entry in list(names.modules(self._chunks[0]))[:6]
+            )
+            raise ConfigError(
+                f"{self.config.source}: dump.list: {unmatched[0]!r} matches no module or parameter;"
+                f" accepted: part of a canonical name such as {some}"
+            )
+
+    # What the patches tell.
+
+    def session_of(self, model: Any) -> Session | None:
+        """This session, if `model` is one of its chunks."""
+        return self if self._index_of(model) is not None else None
+
+    def _index_of(self, model: Any) -> int | None:
+        found = self._chunk_of.get(id(model))
+        if found is None and isinstance(model, nn.Module):
+            found = self._chunk_of.get(id(names.unwrap(model)))
+        return found
+
+    def schedule_begin(self, schedule: str, num_microbatches: int | None) -> None:
+        """A training schedule starts: the first one of a step begins the step."""
+        if self._open:
+            # Gradient accumulation by hand, or a rerun: one step, its microbatches go on counting.
+            self.clock.offset += num_microbatches or 0
+            return
+        self._open = True
+        step = self._step_number()
+        if step < self._next:
+            return
+        self._start(step, schedule)
+
+    @guarded
+    def _start(self, step: int, schedule: str) -> None:
+        if step not in self.config.steps:
+            self._next = _or_never(self.config.steps.next_from(step))
+            return
+        self.clock.start_step(step)
+        self._calls = [0] * len(self._chunks)
+        self._schedules.add(schedule)
+        self._while_recording.apply()
+        self._modules.install()
+        self._recording = True
+
+    def _step_number(self) -> int:
+        if self._step_source is not None:
+            self._count = int(self._step_source())
+        else:
+            iteration = host.megatron_iteration()
+            if iteration is not None:
+                self._count = iteration
+            elif self._count < 0:
+                self._count = host.resumed_iteration()
+        self._last_step = self._count
+        return self._count
+
+    def schedule_failed(self) -> None:
+        """The schedule raised: keep what was seen up to here."""
+        if self._recording:
+            self._finish(complete=False)
+
+    def schedule_end(self) -> None:
+        """The schedule returned; without an optimizer the step ends here."""
+        if self._optimizer is None:
+            self.optimizer_end()
+
+    @guarded
+    def microbatch_begin(self, model: Any, microbatch: int | None, store: list[Any]) -> None:
+        """The forward of a microbatch starts on a chunk."""
+        if not self._recording:
+            return
+        chunk = self._index_of(model) or 0
+        number = self._calls[chunk] if microbatch is None else microbatch
+        self._calls[chunk] += 1
+        self.clock.moment = Moment(self.clock.offset + number, chunk)
+        self._stored = len(store)
+        self.probe.memory_changed()
+
+    @guarded
+    def microbatch_end(self, store: list[Any]) -> None:
+        """The forward of a microbatch has ended; a last stage has stored what the loss function reported."""
+        if self._recording and len(store) > self._stored:
+            moment = self.clock.moment
+            self._losses.report(store[-1], moment.microbatch, moment.chunk)
+
+    def moment(self) -> Moment:
+        """Microbatch and chunk of the forward that is running."""
+        return self.clock.moment
+
+    @contextmanager
+    def recomputing(self, moment: Moment | None) -> Iterator[None]:
+        """While a checkpoint repeats a forward; what it computes is measured anew."""
+        self.memory_changed()
+        with self.clock.recomputing(moment):
+            yield
+        self.memory_changed()
+
+    def memory_changed(self) -> None:
+        """Tensors may have changed without their version counters telling."""
+        self.probe.memory_changed()
+
+    @guarded
+    def optimizer_begin(self) -> None:
+        """The outermost optimizer is about to step."""
+        if self._recording:
+            self._parameters.collect()
+
+    def optimizer_end(self) -> None:
+        """The optimizer has stepped: the step is over."""
+        if not self._open and not self.closed:
+            self._no_schedule_seen()
+        self._open = False
+        self._count += 1
+        if self._recording:
+            self._finish(complete=True)
+
+    @guarded
+    def _no_schedule_seen(self) -> None:
+        lost = _DISPATCHER.verify()
+        if lost:
+            self._say(f"other code had overwritten {', '.join(lost)}; bound again", "overridden")
+
+    @guarded
+    def _finish(self, complete: bool) -> None:
+        self._recording = False
+        self._modules.remove()
+        self._while_recording.revert()
+        sites = {"step": self.clock.step, "modules": self._modules.structure()}
+        self.writer.submit(self.probe.finish(complete, sites))
+        self.steps_recorded.append(self.clock.step)
+        self._next = _or_never(self.config.steps.next_from(self.clock.step + 1))
+
+    # Faults and the end.
+
+    def fault(self, error: BaseException, where: str) -> None:
+        """Disarm: a fault of the kit never stops or alters training, unless `strict` asks for it."""
+        first = not self.faults
+        self.faults.append(f"{where}: {type(error).__name__}: {error}")
+        self._next, self._recording = _NEVER, False
+        try:
+            self._modules.remove()
+            self._while_recording.revert()
+        except Exception as another:  # the original fault is the one to report
+            self.faults.append(f"disarm: {another}")
+        if first:
+            self._say(f"disarmed after a fault in {self.faults[0]}; training goes on unobserved", "fault")
+        if self.config.strict and where != "writer":
+            raise ProbeFault(f"msprobe: {self.faults[0]} (strict: true)") from error
+
+    def _say(self, text: str, event: str) -> None:
+        print(f"msprobe [rank {self.where.rank}]: {text}", file=sys.stderr, flush=True)
+        try:
+            self.directory.append_event({"event": event, "rank": self.where.rank, "step": self._last_step, "text": text})
+        except OSError as error:
+            self.faults.append(f"events: {error}")
+
+    def close(self) -> None:
+        """Write what is left, put everything back, leave the ledger. Safe to call twice."""
+        if self.closed:
+            return
+        self.closed = True
+        if not self.selected:
+            return
+        atexit.unregister(self.close)
+        if self._recording:
+            self._finish(complete=False)
+        _DISPATCHER.remove(self)
+        if self._undo is not None:
+            self._undo()
+        self.writer.close()
+        for text in self.not_happened():
+            self._say(text, "not_happened")
+        try:
+            self._write_rank_file()
+        except Exception as error:
+            self.fault(error, "close")
+
+    def not_happened(self) -> list[str]:
+        """What was asked and did not happen, as far as this rank can know."""
+        missing = []
+        if not self.steps_recorded:
+            missing.append(f"no step was recorded; asked: {self.config.steps.describe()}, last step was {self._last_step}")
+        elif self._next != _NEVER and self.config.steps.is_finite:
+            missing.append(f"step {self._next} was asked for and never reached; last step was {self._last_step}")
+        if not self._modules.watched and not len(self._parameters):
+            missing.append("no module or parameter of this rank is selected")
+        return missing
+
+    def ledger(self) -> dict[str, Any]:
+        """What was asked, bound, fired and written on this rank."""
+        return {
+            "asked": {"steps": self.config.steps.describe(), "list": list(self.config.dump.list if self.config.dump else ())},
+            "bound": {"modules": len(self._modules.watched), "parameters": len(self._parameters)},
+            "unmatched": self.probe.unmatched(),
+            "fired": dict(self.probe.fired),
+            "unmeasured": self.probe.unmeasured,
+            "written": self.writer.counts.as_dict(),
+            "steps": self.steps_recorded,
+            "schedules": sorted(self._schedules),
+            "not_happened": self.not_happened() if self.closed else [],
+            "faults": self.faults,
+            "patches": [*_DISPATCHER.ledger(), *self._while_recording.ledger()],
+        }
+
+    def _write_rank_file(self) -> None:
+        self.directory.write_json(
+            f"ranks/rank_{self.where.rank:05d}.json",
+            {
+                "coordinates": self.where.as_dict(),
+                "chunks": facts.chunk_facts(self._chunks),
+                "closed": self.closed,
+                "ledger": self.ledger(),
+            },
+        )
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Dispatcher:
+    """Routes the process-wide schedule patches to the session whose model is running."""
+
+    def __init__(self) -> None:
+        self._by_chunk: dict[int, Session] = {}
+        self._patches: PatchSet | None = None
+
+    def add(self, session: Session) -> None:
+        if self._patches is None:
+            self._patches = PatchSet(declared("functions"), self)
+        self._patches.apply()
+        self._patches.verify()
+        self._by_chunk.update(dict.fromkeys(session._chunk_of, session))
+
+    def remove(self, session: Session) -> None:
+        self._by_chunk = {key: value for key, value in self._by_chunk.items() if value is not session}
+        if not self._by_chunk and self._patches is not None:
+            self._patches.revert()
+
+    def verify(self) -> list[str]:
+        return self._patches.verify() if self._patches is not None else []
+
+    def ledger(self) -> list[dict[str, Any]]:
+        return self._patches.ledger() if self._patches is not None else []
+
+    def session_of(self, model: Any) -> Session | None:
+        chunk = model[0] if isinstance(model, list | tuple) and model else model
+        found = self._by_chunk.get(id(chunk))
+        if found is None and isinstance(chunk, nn.Module):
+            found = self._by_chunk.get(id(names.unwrap(chunk)))
+        return found
+
+
+_DISPATCHER = _Dispatcher()
+
+
+def _or_never(step: int | None) -> int:
+    return _NEVER if step is None else step
+
+
+def attach(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any = None,
+    config: ProbeConfig | Flags | str | Path | None = None,
+    *,
+    tag: str | None = None,
+    step: int | Callable[[], int] | None = None,
+    arguments: Any = None,
+) -> Session:
+    """Arm a model (one module or Megatron's list of chunks) and its outermost optimizer.
+
+    `step` is the number of the first step, or a function that tells the coming step; by default Megatron's own
+    iteration, else a counter. Raises `ConfigError` if the probe file does not fit the job.
+
+    Example::
+
+        session = attach(model_chunks, optimizer, "probe.yaml")
+    """
+    if config is None:
+        config = from_command_line()
+    if isinstance(config, Flags):
+        config = config.load_config()
+    elif not isinstance(config, ProbeConfig):
+        config = load(config)
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    return Session(chunks, optimizer, config, tag=tag, step=step, arguments=arguments)

@@ -1,0 +1,244 @@
+"""Site: the inputs, outputs and their gradients of every module (L0).
+
+Forward hooks see values; gradients come from tensor hooks that they set. Module backward hooks are never used: they
+insert autograd nodes, which changes bits and breaks Megatron's pipeline. All hooks exist only while a step is
+being recorded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from msprobe_megatron.clock import Clock, Moment
+from msprobe_megatron.topology import names
+from msprobe_megatron.topology.activations import ChunkLayout, activation_spec, at_stage_boundary
+from msprobe_megatron.topology.coordinates import Coordinates
+from msprobe_megatron.topology.places import Place
+from msprobe_megatron.topology.shards import ShardSpec
+
+# They return what they are given; a row of theirs would only repeat their neighbour's.
+_NO_OPERATION = ("IdentityOp", "IdentityFuncOp", "Identity")
+_STACK_DEPTH = 24
+_NESTING = 4
+
+Fault = Callable[[BaseException, str], None]
+
+
+class Sink(Protocol):
+    """Who is told of a tensor, and what it wants to know."""
+
+    def wants(self, name: str) -> bool:
+        """Whether a module of this name is to be watched."""
+
+    def wants_io(self, direction: str, io: str) -> bool:
+        """Whether inputs or outputs (`io`) of forward or backward (`direction`) are to be watched."""
+
+    def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
+        """Take note of a tensor, now: it may be gone or changed after the call."""
+
+
+class _Watched:
+    """One module under watch: its places, made when first needed."""
+
+    __slots__ = ("calls", "chunk", "current", "entry", "layout", "parameters", "places", "site")
+
+    def __init__(self, entry: names.NamedModule, chunk: int, layout: ChunkLayout, site: int) -> None:
+        self.entry, self.chunk, self.layout, self.site = entry, chunk, layout, site
+        self.places: dict[tuple[str, str, str], Place | None] = {}
+        self.parameters = _parameter_names(entry.module)
+        self.calls: dict[tuple[str, Moment], int] = {}
+        self.current: tuple[str, Moment, int] = ("forward", Moment(0, 0), 0)
+
+
+class ModuleSite:
+    """Watches the modules of all chunks that the sink wants.
+
+    Example::
+
+        site = ModuleSite(chunks, probe, clock, coordinates, fault)
+        site.install(); ...; site.remove()
+    """
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], sink: Sink, clock: Clock, where: Coordinates, fault: Fault, stacks: bool = True
+    ) -> None:
+        self._sink, self._clock, self._where, self._fault = sink, clock, where, fault
+        self._stacks = stacks
+        self._handles: list[Any] = []
+        self._active = False
+        self._round = 0
+        self.stacks: dict[int, list[str]] = {}
+        self.watched: list[_Watched] = []
+        for index, chunk in enumerate(chunks):
+            layout = ChunkLayout.of(chunk)
+            for entry in names.modules(chunk):
+                if type(entry.module).__name__ not in _NO_OPERATION and sink.wants(entry.name):
+                    self.watched.append(_Watched(entry, index, layout, len(self.watched)))
+        self._forward_in = sink.wants_io("forward", "input")
+        self._forward_out = sink.wants_io("forward", "output")
+        self._backward_in = sink.wants_io("backward", "input")
+        self._backward_out = sink.wants_io("backward", "output")
+
+    def install(self) -> None:
+        """Set the hooks; called at the beginning of a recorded step."""
+        self._active = True
+        self._round += 1
+        for watched in self.watched:
+            watched.calls.clear()
+            module = watched.entry.module
+            self._handles.append(module.register_forward_pre_hook(self._before(watched), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after(watched), with_kwargs=True))
+
+    def remove(self) -> None:
+        """Take all hooks away; gradients that still arrive are ignored."""
+        self._active = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def structure(self) -> list[dict[str, Any]]:
+        """Id, name, class and stack of every watched module, for sites.json."""
+        return [
+            {
+                "site": watched.site,
+                "name": watched.entry.name,
+                "vpp": watched.chunk,
+                "class": type(watched.entry.module).__name__,
+                "stack": self.stacks.get(watched.site, []),
+            }
+            for watched in self.watched
+        ]
+
+    def _before(self, watched: _Watched) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self._active:
+                return
+            try:
+                phase, moment = self._clock.calling()
+                call = watched.calls.get((phase, moment), 0)
+                watched.calls[phase, moment] = call + 1
+                watched.current = (phase, moment, call)
+                if self._stacks and watched.site not in self.stacks:
+                    self.stacks[watched.site] = _stack()
+                for path, tensor in _arguments(watched.parameters, args, kwargs):
+                    self._tensor(watched, "input", path, tensor, self._forward_in, self._backward_in)
+            except Exception as error:
+                self._fault(error, f"input of {watched.entry.name}")
+
+        return hook
+
+    def _after(self, watched: _Watched) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not self._active:
+                return
+            try:
+                for path, tensor in _tensors(output, "", 0):
+                    self._tensor(watched, "output", path, tensor, self._forward_out, self._backward_out)
+            except Exception as error:
+                self._fault(error, f"output of {watched.entry.name}")
+
+        return hook
+
+    def _tensor(
+        self, watched: _Watched, io: str, path: str, tensor: torch.Tensor, forward: bool, backward: bool
+    ) -> None:
+        phase, moment, call = watched.current
+        if call:
+            path = f"call{call}.{path}" if path else f"call{call}"
+        if forward:
+            place = self._place(watched, "activation", io, path)
+            if place is not None:
+                self._sink.see(place, tensor, moment.microbatch, phase)
+        # Under no_grad (the first pass of a checkpoint) the gradient will come through the recomputed tensor.
+        if backward and tensor.requires_grad and torch.is_grad_enabled():
+            place = self._place(watched, "gradient", io, path)
+            if place is not None:
+                tensor.register_hook(self._gradient(place, moment))
+
+    def _gradient(self, place: Place, moment: Moment) -> Callable[[torch.Tensor], None]:
+        this_round = self._round
+
+        def hook(gradient: torch.Tensor) -> None:
+            if not self._active or self._round != this_round:
+                return
+            try:
+                self._clock.backward_moment = moment
+                self._sink.see(place, gradient, moment.microbatch, "backward")
+            except Exception as error:
+                self._fault(error, f"gradient of {place.io} of {place.name}")
+
+        return hook
+
+    def _place(self, watched: _Watched, kind: str, io: str, path: str) -> Place | None:
+        key = (kind, io, path)
+        if key not in watched.places:
+            watched.places[key] = self._make_place(watched, kind, io, path)
+        return watched.places[key]
+
+    def _make_place(self, watched: _Watched, kind: str, io: str, path: str) -> Place | None:
+        entry, layout = watched.entry, watched.layout
+        plain_path = path.partition(".")[2] if path.startswith("call") else path
+        if at_stage_boundary(entry, io, plain_path, layout):
+            return None
+
+        def spec(shape: tuple[int, ...]) -> ShardSpec:
+            return activation_spec(entry, io, plain_path, len(shape), layout)
+
+        op = type(entry.module).__name__
+        return Place(kind, entry.name, io, path, op, watched.chunk, watched.site, spec, self._where.size)
+
+
+def _parameter_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the positional parameters of forward: an argument has one path however it is passed."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def _arguments(
+    parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, value in enumerate(args):
+        yield from _tensors(value, parameters[index] if index < len(parameters) else str(index), 0)
+    for name, value in kwargs.items():
+        yield from _tensors(value, name, 0)
+
+
+def _tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors inside nested containers with their paths. Parameters are left out: they have rows of their own."""
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, nn.Parameter):
+            yield path, value
+    elif value is None or isinstance(value, str | int | float | bool) or depth == _NESTING:
+        return
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from _tensors(item, f"{path}.{index}" if path else str(index), depth + 1)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(item, f"{path}.{key}" if path else str(key), depth + 1)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            yield from _tensors(getattr(value, item.name), f"{path}.{item.name}" if path else item.name, depth + 1)
+
+
+def _stack() -> list[str]:
+    """Call stack of the training code, innermost first, without frames of torch's module call and of this kit."""
+    frame = sys._getframe(2)
+    lines: list[str] = []
+    while frame is not None and len(lines) < _STACK_DEPTH:
+        code = frame.f_code
+        if "/torch/nn/modules/" not in code.co_filename.replace("\\", "/"):
+            lines.append(f"{code.co_filename}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return lines

@@ -1,0 +1,70 @@
+"""What the host says of itself: versions, training arguments, the iteration it is about to run."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from typing import Any
+
+# Names whose values must never reach a file that is shared with others.
+_SECRET = re.compile(r"(^|[_-])(token|key|secret|password|passwd|credentials?)$", re.IGNORECASE)
+
+
+def megatron_arguments() -> Any | None:
+    """Megatron-LM's own argument namespace, when megatron.training is there and has parsed it."""
+    module = sys.modules.get("megatron.training.global_vars")
+    return getattr(module, "_GLOBAL_ARGS", None) if module is not None else None
+
+
+def megatron_iteration() -> int | None:
+    """Number of optimizer steps done before the coming one, resume included; None outside Megatron-LM.
+
+    Releases without `curr_iteration` keep the number they resumed from in `iteration`; a counter goes on from there.
+    """
+    value = getattr(megatron_arguments(), "curr_iteration", None)
+    return int(value) if isinstance(value, int) else None
+
+
+def resumed_iteration() -> int:
+    """Iteration from which the job started (0 for a new one)."""
+    value = getattr(megatron_arguments(), "iteration", None)
+    return int(value) if isinstance(value, int) else 0
+
+
+def plain(arguments: Any) -> dict[str, Any]:
+    """A namespace as JSON-able values; secrets are masked, other objects become their text.
+
+    Example::
+
+        >>> import argparse
+        >>> plain(argparse.Namespace(lr=0.1, wandb_api_key="x"))
+        {'lr': 0.1, 'wandb_api_key': '***'}
+    """
+    items = vars(arguments) if not isinstance(arguments, dict) else arguments
+    return {str(k): "***" if _SECRET.search(str(k)) and v else _plain(v) for k, v in items.items()}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return plain(value)
+    return str(value)[:200]
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that can change a number, of what is already imported."""
+    from msprobe_megatron import __version__
+
+    found = {"msprobe_megatron": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for name in ("torch", "torch_npu", "numpy", "transformer_engine", "triton", "apex", "mindspeed", "mindspeed_llm"):
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            found[name] = str(version)
+    core = sys.modules.get("megatron.core.package_info")
+    if core is not None:
+        found["megatron-core"] = str(getattr(core, "__version__", "unknown"))
+    return found

@@ -1,0 +1,145 @@
+"""Canonical names: the module path that the same weight has in a run with TP=PP=VPP=EP=1.
+
+Wrappers are stripped, layer numbers are global (Megatron numbers its layers itself, uneven and virtual stages
+included), local experts get their global numbers, and the copy of a tied embedding on the last stage carries the
+embedding's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+ROOT = "model"
+_TIED = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True, eq=False)
+class NamedModule:
+    """A module of a chunk with its canonical name and the module that holds it."""
+
+    name: str
+    module: nn.Module
+    parent: nn.Module | None
+
+    @property
+    def attribute(self) -> str:
+        """Name under which the parent holds it (last part of the path)."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True, eq=False)
+class NamedParameter:
+    """A parameter with its canonical name, the module that owns it, and that module's parent."""
+
+    name: str
+    parameter: nn.Parameter
+    owner: NamedModule
+
+    @property
+    def replica_of_first_stage(self) -> bool:
+        """Whether this is the last stage's copy of the tied embedding."""
+        return self.name == _TIED and not self.owner.name.startswith("embedding")
+
+
+def unwrap(chunk: nn.Module) -> nn.Module:
+    """The model inside DDP, Float16Module, FSDP and the like.
+
+    Example::
+
+        >>> unwrap(torch.nn.Sequential())
+        Sequential()
+    """
+    inner = chunk
+    while type(inner).__name__ in _WRAPPERS and isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    return inner
+
+
+# Wrappers that hold the model as `.module`. By name, because several packages have classes of these names and a
+# model may well have a child called "module" of its own.
+_WRAPPERS = frozenset(
+    {
+        "DistributedDataParallel",
+        "Float16Module",
+        "FullyShardedDataParallel",
+        "TorchFullyShardedDataParallel",
+        "DataParallel",
+        "FSDP",
+        "MegatronFSDP",
+    }
+)
+
+
+def modules(chunk: nn.Module) -> Iterator[NamedModule]:
+    """All modules of a chunk in the order of definition, each once, the model itself first (named ``model``)."""
+    root = unwrap(chunk)
+    seen: set[int] = {id(root)}
+    yield NamedModule(ROOT, root, None)
+    yield from _walk(root, "", seen)
+
+
+def _walk(parent: nn.Module, prefix: str, seen: set[int]) -> Iterator[NamedModule]:
+    for attribute, child in parent.named_children():
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        if isinstance(child, nn.ModuleList):
+            for index, item in enumerate(child):
+                if id(item) in seen:
+                    continue
+                seen.add(id(item))
+                name = f"{prefix}{attribute}.{_global_index(parent, attribute, index, item)}"
+                yield NamedModule(name, item, parent)
+                yield from _walk(item, f"{name}.", seen)
+        else:
+            name = f"{prefix}{attribute}"
+            yield NamedModule(name, child, parent)
+            yield from _walk(child, f"{name}.", seen)
+
+
+def _global_index(parent: nn.Module, attribute: str, index: int, item: nn.Module) -> int:
+    number = getattr(item, "layer_number", None)
+    if attribute == "layers" and isinstance(number, int):
+        return number - 1
+    if attribute == "local_experts":
+        return expert_offset(parent) + index
+    return index
+
+
+def expert_offset(experts: nn.Module) -> int:
+    """Global number of the first expert held here, from the experts' own expert-parallel group."""
+    group = getattr(experts, "ep_group", None)
+    local = getattr(experts, "num_local_experts", None)
+    if local is None:
+        return 0
+    if group is None:
+        from msprobe_megatron.topology.coordinates import current
+
+        return current().ep * int(local)
+    return int(torch.distributed.get_rank(group)) * int(local)
+
+
+def parameters(chunk: nn.Module) -> Iterator[NamedParameter]:
+    """All parameters of a chunk, each once, under canonical names.
+
+    Example::
+
+        >>> [p.name for p in parameters(torch.nn.Linear(2, 2))]
+        ['weight', 'bias']
+    """
+    root = unwrap(chunk)
+    seen: set[int] = set()
+    for entry in modules(chunk):
+        prefix = "" if entry.parent is None else f"{entry.name}."
+        for attribute, parameter in entry.module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            name = f"{prefix}{attribute}"
+            if name == "output_layer.weight" and getattr(root, "share_embeddings_and_output_weights", False):
+                name = _TIED
+            yield NamedParameter(name, parameter, entry)

@@ -1,0 +1,84 @@
+"""megatron.core.pipeline_parallel.schedules: where a step begins and which microbatch runs.
+
+`get_forward_backward_func` returns these module globals at call time, so every consumer of megatron-core is seen,
+however it imported the getter. `forward_step` gives microbatch and virtual stage; its parameters were reordered
+over the releases, so they are found by name in the signature of whatever is installed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from msprobe_megatron.patching import Patch
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
+def _schedule(original: Callable[..., Any], events: Any) -> Callable[..., Any]:
+    def forward_backward(*args: Any, **kwargs: Any) -> Any:
+        # Every schedule takes keyword arguments only, in every release.
+        session = events.session_of(kwargs.get("model"))
+        if session is None or kwargs.get("forward_only"):
+            return original(*args, **kwargs)
+        session.schedule_begin(original.__name__, kwargs.get("num_microbatches"))
+        try:
+            return original(*args, **kwargs)
+        except BaseException:
+            session.schedule_failed()
+            raise
+        finally:
+            session.schedule_end()
+
+    return forward_backward
+
+
+def _forward_step(original: Callable[..., Any], events: Any) -> Callable[..., Any]:
+    names = list(inspect.signature(original).parameters)
+    model_at, store_at = names.index("model"), names.index("forward_data_store")
+    microbatch_at = names.index("current_microbatch") if "current_microbatch" in names else -1
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        def argument(name: str, index: int) -> Any:
+            return args[index] if 0 <= index < len(args) else kwargs.get(name)
+
+        model = argument("model", model_at)
+        session = events.session_of(model)
+        if session is None:
+            return original(*args, **kwargs)
+        store = argument("forward_data_store", store_at)
+        session.microbatch_begin(model, argument("current_microbatch", microbatch_at), store)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            session.microbatch_end(store)
+
+    return forward_step
+
+
+PATCHES = [
+    *(
+        Patch(
+            f"schedules.{name}",
+            (f"{_SCHEDULES}:{name}",),
+            _schedule,
+            phase="functions",
+            why="a step begins with a schedule that is not forward_only",
+            required=True,
+        )
+        for name in (
+            "forward_backward_no_pipelining",
+            "forward_backward_pipelining_without_interleaving",
+            "forward_backward_pipelining_with_interleaving",
+        )
+    ),
+    Patch(
+        "schedules.forward_step",
+        (f"{_SCHEDULES}:forward_step",),
+        _forward_step,
+        phase="recording",
+        why="microbatch and virtual stage of each forward",
+        required=True,
+    ),
+]

@@ -1,0 +1,12 @@
+"""Installs the emulation before any test of this folder imports megatron; ranks are forked from here."""
+
+import os
+
+import torch
+
+from msprobe_megatron.backends import cpu
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+torch.set_num_threads(1)
+cpu.install()
