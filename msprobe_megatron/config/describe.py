@@ -24,7 +24,8 @@ def describe(config: ProbeConfig) -> str:
         "perturb": _perturb(config.perturb) if config.perturb else "",
         "checks": ", ".join(_switched_on(config.checks, ("replicas", "collectives"))),
         "recorder": f"last {recorder.keep_steps} steps, on {', '.join(recorder.on)}" if recorder else "",
-        "limits": f"host memory {format_size(limits.host_memory)}, disk {format_size(limits.disk)}",
+        "limits": f"host memory {format_size(limits.host_memory)}"
+        + (f", disk {format_size(limits.disk)}" if limits.disk is not None else ""),
         "faults": "stop the job (strict)" if config.strict else "disarm the probe, training goes on",
     }
     body = [f"  {key:<9}{text}" for key, text in lines.items() if text]

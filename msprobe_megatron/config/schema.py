@@ -131,10 +131,10 @@ class RecorderConfig:
 
 @dataclass(frozen=True)
 class Limits:
-    """The ``limits`` section, in bytes."""
+    """The ``limits`` section, in bytes; a disk limit of None is what the file system allows."""
 
     host_memory: int = 2 << 30
-    disk: int = 100 << 30
+    disk: int | None = None
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def _network(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seq-length", type=int, required=True)
     group.add_argument("--max-position-embeddings", type=int, help="default: --seq-length")
     group.add_argument("--vocab-size", type=int, default=1024)
-    group.add_argument("--make-vocab-size-divisible-by", type=int, default=128, help="times the TP size")
+    group.add_argument("--make-vocab-size-divisible-by", type=int, default=128, help="and by the TP size")
     group.add_argument(
         "--position-embedding-type", default="learned_absolute", choices=["learned_absolute", "rope", "none"]
     )

@@ -7,6 +7,7 @@ after the parser; what it raises becomes the parser's one-line error.
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 
 from msprobe_megatron.demo.arguments import UsageError
@@ -99,7 +100,9 @@ def _derive_sizes(args: Namespace) -> None:
         args.ffn_hidden_size = gated if args.swiglu else 4 * args.hidden_size
     args.num_query_groups = args.num_query_groups or args.num_attention_heads
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    # Megatron multiplies by the TP size instead. Padded logits count in the softmax: every TP size would be
+    # another model.
+    multiple = math.lcm(args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     # One TP rank has no sequence to share: Megatron switches the flag off, and readers of it must see that.
     args.sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
@@ -289,8 +292,8 @@ def _recompute(args: Namespace) -> None:
     for layers in args.layers_per_chunk:
         _require(
             args.recompute_method == "block" or layers % args.recompute_num_layers == 0,
-            f"--recompute-method uniform: the {layers} layers of a (virtual) pipeline stage are not divisible "
-            f"by --recompute-num-layers ({args.recompute_num_layers})",
+            f"--recompute-method uniform: the {layers} layers of a (virtual) pipeline stage are not "
+            f"divisible by --recompute-num-layers ({args.recompute_num_layers})",
         )
     tp = args.tensor_model_parallel_size
     _require_with(args, "distribute_saved_activations", tp > 1, "--tensor-model-parallel-size above 1")

@@ -62,7 +62,8 @@ def measure_into(x: torch.Tensor, floats: torch.Tensor, counts: torch.Tensor) ->
     ``min``, ``max``, ``sum``, ``sumsq`` and ``absmax`` are over the finite elements. Without any (or in an
     empty tensor) they are the neutral +inf, -inf, 0, 0, -inf. A complex tensor is measured as its real and
     imaginary parts, ``2 * numel`` real numbers. An expanded tensor is counted as large as it looks.
-    ``floats`` is float64 (float32 where the device has none), ``counts`` int64, both on the device of ``x``.
+    ``floats`` is float64 (float32 where the device has none), ``counts`` int64, both on the device of ``x``;
+    figures of a CPU tensor may go to slots of any device.
 
     Leaves ``x``, its version counter, its autograd graph and all random states alone, and never makes the
     host wait for a device. Returns False, with both slots untouched, when ``x`` is not ``measurable``.

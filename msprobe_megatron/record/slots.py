@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _FLOATS, _COUNTS = len(FLOAT_COLUMNS), len(COUNT_COLUMNS)
 _WORD = 8
-VIEW_BYTES = 2 * 512
+VIEW_BYTES = 2 * 640
 """Host memory of the two tensor objects through which a slot is written, generously."""
 
 
@@ -50,9 +50,7 @@ class SealedSlots:
 
     def __init__(self, copies: list[HostCopy], words: int, float_dtype: torch.dtype, slots: int) -> None:
         self._copies, self._words, self._slots = copies, words, slots
-        self._float: type[np.floating[npt.NBitBase]] = (
-            np.float64 if float_dtype is torch.float64 else np.float32
-        )
+        self._float: npt.DTypeLike = np.float64 if float_dtype is torch.float64 else np.float32
 
     def __len__(self) -> int:
         return self._slots
@@ -80,10 +78,10 @@ class SealedSlots:
 class SlotTable:
     """Rows of figures on a device, in blocks that are made when needed and used again every step.
 
-    Both kinds of figure of a slot lie side by side in one block of 64-bit words, so that one copy brings both.
-    ``to_host`` must order its copy before later work on the current stream: the table is used again at once.
-    Slots may be taken from several threads; ``seal`` belongs between steps. ``limit_bytes`` bounds the memory of
-    blocks and views together.
+    Both kinds of figure of a slot lie side by side in one block of 64-bit words, so that one copy brings
+    both. ``to_host`` must order its copy before later work on the current stream: the table is used again
+    at once. Slots may be taken from several threads; ``seal`` belongs between steps. ``limit_bytes`` bounds
+    the memory of blocks and views together.
 
     Example::
 
@@ -111,8 +109,8 @@ class SlotTable:
         self._rows = min(rows_per_block, limit_bytes // slot_bytes)
         if self._rows < 1:
             raise ValueError(
-                f"rows_per_block {rows_per_block}, limit_bytes {limit_bytes}: no room for a slot; accepted: at "
-                f"least 1 and {slot_bytes}"
+                f"rows_per_block {rows_per_block}, limit_bytes {limit_bytes}: no room for a slot; "
+                f"accepted: at least 1 and {slot_bytes}"
             )
         self._block_bytes = self._rows * slot_bytes
         self._most_blocks = limit_bytes // self._block_bytes

@@ -54,6 +54,8 @@ def _add_figures(
     floats: npt.NDArray[np.float64],
     counts: npt.NDArray[np.int64],
 ) -> None:
+    if slot.max(initial=-1) >= len(floats):
+        raise IndexError(f"slot {slot.max()} of a row is not among the {len(floats)} of its step")
     # One line more than there are slots, at -1, for the rows that have none. NaN and -1 mean absent.
     padded_floats = np.concatenate((floats, np.full((1, len(FLOAT_COLUMNS)), np.nan)))[slot]
     padded_counts = np.concatenate((counts, np.full((1, len(COUNT_COLUMNS)), -1)))[slot]

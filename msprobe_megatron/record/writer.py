@@ -1,7 +1,8 @@
 """The writer thread: takes finished steps from training and turns them into files.
 
-Training hands over a batch and goes on. The queue is bounded in bytes: a full one makes training wait or drops
-the batch, as chosen, and drops are counted. Whatever goes wrong here is told once and never raised into training.
+Training hands over a batch and goes on. The queue is bounded in bytes: a full one makes training wait or
+drops the batch, as chosen, and drops are counted. Whatever goes wrong here is told once and never raised
+into training.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ class Writer:
     """Writes batches in one daemon thread.
 
     ``policy`` says what a full queue does: "block" lets training wait (``block_seconds`` at most, then the
-    batch is dropped: a dead disk must not stop a job), "drop" never waits. ``on_fault`` is called once, in the
-    thread, with the first error; from then on everything is dropped and counted. In a forked child every call
-    is a no-op.
+    batch is dropped: a dead disk must not stop a job), "drop" never waits. ``on_fault`` is called once, in
+    the thread, with the first error; from then on everything is dropped and counted. In a forked child
+    every call is a no-op.
 
     Example::
 

@@ -22,7 +22,12 @@ def test_nothing_given():
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_every_flag_among_those_of_the_host(joined):
-    given = {"--msprobe-config": "p.yaml", "--msprobe-output": "o", "--msprobe-device": "cpu", "--msprobe-steps": "0,5-7"}
+    given = {
+        "--msprobe-config": "p.yaml",
+        "--msprobe-output": "o",
+        "--msprobe-device": "cpu",
+        "--msprobe-steps": "0,5-7",
+    }
     argv = []
     for flag, value in given.items():
         argv += [f"{flag}={value}"] if joined else [flag, value]
@@ -40,7 +45,12 @@ def test_last_wins():
 
 
 def test_environment_is_the_default_of_config_and_output():
-    environ = {"MSPROBE_CONFIG": "e.yaml", "MSPROBE_OUTPUT": "e_out", "MSPROBE_STEPS": "3", "MSPROBE_DEVICE": "npu"}
+    environ = {
+        "MSPROBE_CONFIG": "e.yaml",
+        "MSPROBE_OUTPUT": "e_out",
+        "MSPROBE_STEPS": "3",
+        "MSPROBE_DEVICE": "npu",
+    }
     assert read(**environ) == Flags(config="e.yaml", output="e_out")
     assert read("--msprobe-config", "f.yaml", **environ) == Flags(config="f.yaml", output="e_out")
     assert not read(MSPROBE_CONFIG="", MSPROBE_OUTPUT="").armed
@@ -119,7 +129,9 @@ def test_load_config(tmp_path):
     path.write_text("output: from_file\nsteps: [1]\ndump: {}")
     config = read("--msprobe-config", str(path)).load_config()
     assert (config.output, config.steps.describe(), config.strict) == (Path("from_file"), "1", False)
-    flags = read("--msprobe-config", str(path), "--msprobe-steps", "5-6", "--msprobe-strict", MSPROBE_OUTPUT="env_out")
+    flags = read(
+        "--msprobe-config", str(path), "--msprobe-steps", "5-6", "--msprobe-strict", MSPROBE_OUTPUT="env_out"
+    )
     config = flags.load_config()
     assert (config.output, config.steps.describe(), config.strict) == (Path("env_out"), "5-6", True)
 
@@ -133,7 +145,9 @@ def test_load_config_passes_availability_on(tmp_path):
 
 
 def test_load_config_when_not_armed():
-    with pytest.raises(ConfigError, match=r"--msprobe-config: no probe file is named; accepted: .*MSPROBE_CONFIG"):
+    with pytest.raises(
+        ConfigError, match=r"--msprobe-config: no probe file is named; accepted: .*MSPROBE_CONFIG"
+    ):
         Flags().load_config()
 
 

@@ -14,7 +14,7 @@ ASKING = {
     "dump.digest": "dump: {digest: md5}",
     "dump.sketch": "dump: {sketch: 8}",
     "dump.scope": "dump: {scope: [a, b]}",
-    "dump.microbatches": "dump: {microbatches: [0]}",
+    "limits.disk": "dump: {}\nlimits: {disk: 1GiB}",
     "monitor": "monitor: {}",
     "perturb": "perturb: {}",
     "checks": "checks: {}",
@@ -53,7 +53,7 @@ def test_wrong_comes_before_unavailable(refused):
 def test_what_the_release_does(probe):
     config = probe(
         "dump: {level: L0, task: statistics, digest: false, sketch: 0, scope: [], list: [mlp], layers: [0],"
-        " data_mode: [forward], stacks: false}",
+        " data_mode: [forward], stacks: false, microbatches: [0]}\nlimits: {host_memory: 1GiB}",
         allow_unavailable=False,
     )
     assert config.dump is not None

@@ -17,7 +17,18 @@ WORDS = sorted(
     {key for table in TABLES.values() for key in table}
     | {key for table in BLOCKS.values() for key in table}
     | {"tp", "dp", "input", "output_grad", "rule", "threshold", "rules", "rule_name", "args", "enable"}
-    | {*COMMON, *BLOCKS, *TASKS, *MONITOR, *LEVELS, *MODES, *DATA_MODES, *TRIGGERS, "tuple[2]:1", "AnomalyNan"}
+    | {
+        *COMMON,
+        *BLOCKS,
+        *TASKS,
+        *MONITOR,
+        *LEVELS,
+        *MODES,
+        *DATA_MODES,
+        *TRIGGERS,
+        "tuple[2]:1",
+        "AnomalyNan",
+    }
 )
 TOP = sorted(TABLES[ProbeConfig])
 MSPROBE = sorted({*COMMON, *BLOCKS})
@@ -28,7 +39,9 @@ scalars = st.one_of(
     st.floats(),
     st.text(max_size=8),
     st.sampled_from(WORDS),
-    st.sampled_from(["all", "1-5", "0-9/3", "7-3", "2GiB", "/a(/", "/ab/", "~", "\x00", "\ud800", "on", "1e999"]),
+    st.sampled_from(
+        ["all", "1-5", "0-9/3", "7-3", "2GiB", "/a(/", "/ab/", "~", "\x00", "\ud800", "on", "1e999"]
+    ),
 )
 keys = st.one_of(st.sampled_from(WORDS), st.text(max_size=5))
 values = st.recursive(
@@ -56,7 +69,7 @@ def check(document):
     assert describe(config).startswith("probe.yaml\n")
 
 
-@settings(max_examples=6000, deadline=None)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(st.one_of(values, sections(TOP), sections(MSPROBE), sections(sorted(MONITOR))))
 @example({"dump": {"list": ["/[[a]/"]}})
 @example({"task": None, "level": None, "statistics": None})
@@ -65,7 +78,7 @@ def test_documents(document):
     check(document)
 
 
-@settings(max_examples=6000, deadline=None)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(st.one_of(values, sections(TOP), sections(MSPROBE)))
 def test_documents_as_yaml(document):
     text = yaml.safe_dump(document, allow_unicode=False)
@@ -78,7 +91,7 @@ def test_documents_as_yaml(document):
     check(parsed)
 
 
-@settings(max_examples=6000, deadline=None)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(sections(TOP))
 def test_documents_as_json(document):
     text = json.dumps(document)
@@ -87,8 +100,11 @@ def test_documents_as_json(document):
     check(parsed)
 
 
-@settings(max_examples=6000, deadline=None)
-@given(st.text(max_size=80), st.sampled_from(["", "{", "dump: ", "dump: {level: ", '{"task": ', "steps: [", "? ", "%"]))
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(
+    st.text(max_size=80),
+    st.sampled_from(["", "{", "dump: ", "dump: {level: ", '{"task": ', "steps: [", "? ", "%"]),
+)
 def test_any_text(text, prefix):
     try:
         parsed = parse_document_text(prefix + text, "probe.yaml")
@@ -109,7 +125,7 @@ limits: {host_memory: 1GiB}
 """
 
 
-@settings(max_examples=6000, deadline=None)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(st.integers(0, len(SAMPLE) - 1), st.text(max_size=3), st.integers(0, 5))
 def test_a_good_file_with_a_bad_spot(position, insert, cut):
     text = SAMPLE[:position] + insert + SAMPLE[position + cut :]

@@ -22,7 +22,15 @@ def test_no_heavy_imports():
 def test_public_names():
     import msprobe_megatron.config as config
 
-    planned = {"ConfigError", "ProbeConfig", "RankSelection", "StepSelection", "DumpConfig", "Limits", "Overrides"}
+    planned = {
+        "ConfigError",
+        "ProbeConfig",
+        "RankSelection",
+        "StepSelection",
+        "DumpConfig",
+        "Limits",
+        "Overrides",
+    }
     assert planned | {"load", "describe", "NOT_YET"} <= set(config.__all__)
     for name in config.__all__:
         assert getattr(config, name) is not None

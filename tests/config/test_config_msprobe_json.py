@@ -4,12 +4,19 @@ import json
 
 import pytest
 
-from msprobe_megatron.config import DumpConfig, MonitorConfig, PerturbConfig, StepSelection, Target, parse_steps
+from msprobe_megatron.config import (
+    DumpConfig,
+    MonitorConfig,
+    PerturbConfig,
+    StepSelection,
+    Target,
+    parse_steps,
+)
 from msprobe_megatron.config.msprobe_json import BLOCKS, COMMON, TASKS
 
 BASE = {"task": "statistics", "dump_path": "./d", "rank": [], "step": [], "level": "L0"}
 
-# (task, key path, value) -> (path in the configuration, value there); a key path with a dot is in the task's block.
+# (task, key path, value) -> (path in the configuration, value there); a dot leads into the task's block.
 HONOURED = [
     ("statistics", "dump_path", "./other", "output", "other"),
     ("statistics", "rank", [], "ranks", "all"),
@@ -55,7 +62,13 @@ HONOURED = [
     ("overflow_check", "overflow_check.scope", ["a", "b"], "dump.scope", ("a", "b")),
     ("overflow_check", "overflow_check.list", ["relu"], "dump.list", ("relu",)),
     ("overflow_check", "overflow_check.data_mode", ["output"], "dump.data_mode", ("output",)),
-    ("free_benchmark", "free_benchmark.scope", ["Torch.matmul.0.forward"], "perturb.scope", ("Torch.matmul.0.forward",)),
+    (
+        "free_benchmark",
+        "free_benchmark.scope",
+        ["Torch.matmul.0.forward"],
+        "perturb.scope",
+        ("Torch.matmul.0.forward",),
+    ),
     ("free_benchmark", "free_benchmark.list", ["softmax"], "perturb.list", ("softmax",)),
     ("free_benchmark", "free_benchmark.pert_mode", "bit_noise", "perturb.mode", "bit_noise"),
     ("free_benchmark", "free_benchmark.handler_type", "fix", "perturb.handler", "fix"),
@@ -248,9 +261,12 @@ def test_the_known_schema_is_covered():
     assert set(common.split()) <= set(COMMON)
     statistics = "scope list tensor_list data_mode summary_mode slice request_id"
     assert set(statistics.split()) <= set(BLOCKS["statistics"])
-    tensor = "scope list data_mode summary_mode slice request_id bench_path diff_nums file_format backward_input"
+    tensor = (
+        "scope list data_mode summary_mode slice request_id bench_path diff_nums file_format backward_input"
+    )
     assert set(tensor.split()) <= set(BLOCKS["tensor"])
-    benchmark = "scope list fuzz_device pert_mode handler_type fuzz_level fuzz_stage if_preheat preheat_step max_sample"
+    benchmark = "scope list fuzz_device pert_mode handler_type fuzz_level fuzz_stage if_preheat"
+    benchmark += " preheat_step max_sample"
     assert set(benchmark.split()) == set(BLOCKS["free_benchmark"])
     assert {"overflow_nums", "check_mode"} <= set(BLOCKS["overflow_check"])
     assert set(BLOCKS["grad_probe"]) == {"grad_level", "param_list", "bounds"}
@@ -317,7 +333,9 @@ def test_ranks_of_a_translated_file_name_their_key(probe):
 
 
 def test_notes_tell_of_what_was_changed(probe):
-    config = probe('{"statistics": {"summary_mode": "xor", "list": ["Module.a.b.C.forward.0"]}}', "config.json")
+    config = probe(
+        '{"statistics": {"summary_mode": "xor", "list": ["Module.a.b.C.forward.0"]}}', "config.json"
+    )
     text = "\n".join(config.notes)
     assert "statistics.summary_mode: xor is taken as digest: true" in text
     assert "statistics.list[0]: Module.a.b.C.forward.0 is taken as a.b" in text

@@ -75,6 +75,21 @@ HONOURED = [
     ("format", "csv", "monitor.format", ("parquet",)),
     ("format", "tensorboard", "monitor.format", ("parquet", "tensorboard")),
 ]
+SWITCHES = (
+    "forward_only",
+    "backward_only",
+    "monitor_mbs_grad",
+    "ur_distribution",
+    "mg_direction",
+    "mg_distribution",
+    "dynamic_on",
+    "print_struct",
+    "stack_info",
+    "recording_l2_features",
+    "params_effrank",
+    "cc_distribution.cc_pre_hook",
+    "cc_distribution.cc_log_only",
+)
 NOTED = [
     ("all_xy", True, "empty targets are all modules"),
     ("all_xy", False, "empty targets are all modules"),
@@ -85,28 +100,14 @@ NOTED = [
     ("alert.dump", True, "events.jsonl"),
     ("alert.inform", {}, "asks for nothing"),
     ("cc_distribution.cc_codeline", [], "asks for nothing"),
-    *[
-        (key, False, "asks for nothing")
-        for key in (
-            "forward_only backward_only monitor_mbs_grad ur_distribution mg_direction mg_distribution dynamic_on"
-            " print_struct stack_info recording_l2_features params_effrank"
-            " cc_distribution.cc_pre_hook cc_distribution.cc_log_only"
-        ).split()
-    ],
+    *[(key, False, "asks for nothing") for key in SWITCHES],
     ("eps", 1e-8, "asks for nothing"),
     ("append_output", [], "asks for nothing"),
     ("l2_targets", {}, "asks for nothing"),
     ("sa_order", "s,b,h,d", "asks for nothing"),
 ]
 REFUSED = [
-    *[
-        (key, True, "write|leave it out")
-        for key in (
-            "forward_only backward_only monitor_mbs_grad ur_distribution mg_direction mg_distribution dynamic_on"
-            " print_struct stack_info recording_l2_features params_effrank"
-            " cc_distribution.cc_pre_hook cc_distribution.cc_log_only"
-        ).split()
-    ],
+    *[(key, True, "write|leave it out") for key in SWITCHES],
     ("cc_distribution.cc_codeline", ["train.py"], "leave it out"),
     ("alert.inform", {"recipient": "x"}, "events.jsonl"),
     ("eps", 1e-6, "leave it out"),
@@ -196,10 +197,11 @@ def test_no_key_of_the_schema_is_without_a_test():
 
 def test_the_known_schema_is_covered():
     known = (
-        "targets module_ranks xy_distribution all_xy forward_only backward_only wg_distribution monitor_mbs_grad"
-        " mv_distribution ur_distribution mg_direction param_distribution cc_distribution alert ops eps ndigits"
-        " start_step step_interval collect_times step_count_per_record dynamic_on format print_struct stack_info"
-        " squash_name append_output l2_targets recording_l2_features sa_order params_effrank"
+        "targets module_ranks xy_distribution all_xy forward_only backward_only wg_distribution ops eps"
+        " monitor_mbs_grad mv_distribution ur_distribution mg_direction param_distribution cc_distribution"
+        " alert ndigits start_step step_interval collect_times step_count_per_record dynamic_on format"
+        " print_struct stack_info squash_name append_output l2_targets recording_l2_features sa_order"
+        " params_effrank"
     )
     assert set(known.split()) <= set(MONITOR)
     assert set(COLLECTIVES) == {"enable", "cc_codeline", "cc_pre_hook", "cc_log_only"}
@@ -227,7 +229,8 @@ def test_window(probe, refused):
 
 
 def test_alerts_that_are_wrong_name_their_place(refused):
-    text = '{"wg_distribution": true, "alert": {"rules": [{"rule_name": "AnomalyNan", "args": {"threshold": -1}}]}}'
+    rule = '{"rule_name": "AnomalyNan", "args": {"threshold": -1}}'
+    text = f'{{"wg_distribution": true, "alert": {{"rules": [{rule}]}}}}'
     assert refused(text, "config.json").startswith(
         "config.json: alert.rules[0].args.threshold: -1 is out of range; accepted: a finite number above 0"
     )

@@ -30,8 +30,8 @@ WHOLE = """
 output: ./probe_out
 ranks: {tp: 0, dp: [0, 1]}
 steps: [10, "20-22", 100-1000/100]
-dump:    {level: mix, task: tensor, digest: md5, sketch: 16, list: [mlp, '/layers\\.[0-3]\\./'], scope: [a, b],
-          data_mode: [forward, output], stacks: false, microbatches: [0], layers: 0-3}
+dump:    {level: mix, task: tensor, digest: md5, sketch: 16, list: [mlp, '/layers\\.[0-3]\\./'],
+          scope: [a, b], data_mode: [forward, output], stacks: false, microbatches: [0], layers: 0-3}
 monitor: {activations: false, gradients: true, optimizer: false, parameters: true, comm: true, every: 5,
           targets: {decoder.layers.0: {input: "tuple[2]:0", output: tensor}, embedding: {}},
           alerts: [nonfinite, {rule: spike, threshold: 0.5}, {rule: limit, threshold: 10000}],
@@ -91,8 +91,12 @@ def test_every_key_is_read(probe):
 def test_defaults(probe):
     config = probe("dump: {}")
     assert config == ProbeConfig(dump=DumpConfig(), source="probe.yaml")
-    assert (config.output, config.ranks, config.steps) == (Path("probe_out"), RankSelection(), StepSelection())
-    assert config.limits == Limits(2 * 1024**3, 100 * 1024**3)
+    assert (config.output, config.ranks, config.steps) == (
+        Path("probe_out"),
+        RankSelection(),
+        StepSelection(),
+    )
+    assert config.limits == Limits(2 * 1024**3, None)
     assert config.dump == DumpConfig(
         "L0", "statistics", False, 0, (), (), ("all",), True, microbatches=None, layers=None
     )
@@ -126,7 +130,13 @@ def test_tables_have_the_fields_of_the_dataclasses():
 
 def test_everything_is_frozen(probe):
     config = probe(WHOLE)
-    for part in (config, *(getattr(config, name) for name in SECTIONS), config.limits, config.steps, config.ranks):
+    for part in (
+        config,
+        *(getattr(config, name) for name in SECTIONS),
+        config.limits,
+        config.steps,
+        config.ranks,
+    ):
         name = dataclasses.fields(part)[0].name
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(part, name, None)
@@ -202,7 +212,10 @@ REFUSED = [
     ("monitor: {targets: [a]}", ["monitor.targets: ['a'] is not a mapping"]),
     ("monitor: {targets: {a: tensor}}", ["monitor.targets.a: 'tensor' is not a mapping"]),
     ("monitor: {targets: {'': {}}}", ["stands under an empty name"]),
-    ("monitor: {targets: {a: {inputs: tensor}}}", ["monitor.targets.a.inputs: unknown key (did you mean input?)"]),
+    (
+        "monitor: {targets: {a: {inputs: tensor}}}",
+        ["monitor.targets.a.inputs: unknown key (did you mean input?)"],
+    ),
     ("monitor: {targets: {a: {input: tuple}}}", ["monitor.targets.a.input: 'tuple'", "tuple[N]:i"]),
     ("monitor: {targets: {a: {input: 'tuple[2]:2'}}}", ["'tuple[2]:2' names a tensor that is not there"]),
     ("monitor: {targets: {a: {input: 'tuple[0]'}}}", ["'tuple[0]' names a tensor that is not there"]),
@@ -212,19 +225,37 @@ REFUSED = [
     ("monitor: {alerts: [{threshold: 1}]}", ["monitor.alerts[0]: {'threshold': 1} has no rule"]),
     ("monitor: {alerts: [{rule: nonfinite, threshold: 1}]}", ["takes no threshold"]),
     ("monitor: {alerts: [{rule: spike, threshold: 0}]}", ["monitor.alerts[0].threshold: 0 is out of range"]),
-    ("monitor: {alerts: [{rule: spike, threshold: .inf}]}", ["monitor.alerts[0].threshold: inf is out of range"]),
-    ("monitor: {alerts: [{rule: spike, threshold: .nan}]}", ["monitor.alerts[0].threshold: nan is out of range"]),
-    ("monitor: {alerts: [{rule: spike, threshold: true}]}", ["monitor.alerts[0].threshold: true is not a number"]),
+    (
+        "monitor: {alerts: [{rule: spike, threshold: .inf}]}",
+        ["monitor.alerts[0].threshold: inf is out of range"],
+    ),
+    (
+        "monitor: {alerts: [{rule: spike, threshold: .nan}]}",
+        ["monitor.alerts[0].threshold: nan is out of range"],
+    ),
+    (
+        "monitor: {alerts: [{rule: spike, threshold: true}]}",
+        ["monitor.alerts[0].threshold: true is not a number"],
+    ),
     ("monitor: {format: []}", ["monitor.format: [] selects nothing"]),
     ("monitor: {format: [csv]}", ["monitor.format[0]: 'csv' is not known", "parquet, tensorboard"]),
     # perturb
     ("perturb: {mode: noise}", ["perturb.mode: 'noise' is not known", "add_noise, bit_noise"]),
     ("perturb: {handler: both}", ["perturb.handler: 'both'", "check, fix"]),
     ("perturb: {stage: both}", ["perturb.stage: 'both'", "forward, backward"]),
-    ("perturb: {list: [a], scope: [b]}", ["perturb.scope: ['b'] stands beside a list", "either list or scope"]),
+    (
+        "perturb: {list: [a], scope: [b]}",
+        ["perturb.scope: ['b'] stands beside a list", "either list or scope"],
+    ),
     ("perturb: {stage: backward}", ["perturb.stage: 'backward' of the whole network"]),
-    ("perturb: {handler: fix, stage: backward, list: [a]}", ["perturb.handler: 'fix' works in the forward stage"]),
-    ("perturb: {handler: fix, mode: add_noise}", ["perturb.handler: 'fix' cannot repair with mode add_noise"]),
+    (
+        "perturb: {handler: fix, stage: backward, list: [a]}",
+        ["perturb.handler: 'fix' works in the forward stage"],
+    ),
+    (
+        "perturb: {handler: fix, mode: add_noise}",
+        ["perturb.handler: 'fix' cannot repair with mode add_noise"],
+    ),
     ("perturb: {handler: fix, preheat: true}", ["perturb.handler: 'fix' has no thresholds to preheat"]),
     ("perturb: {preheat: 5}", ["perturb.preheat: 5 is not a boolean"]),
     ("perturb: {preheat_steps: 0}", ["perturb.preheat_steps: 0 is out of range"]),

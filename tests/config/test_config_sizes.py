@@ -68,7 +68,14 @@ def test_refused(value, problem):
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(2**31, "2GiB"), (500_000_000, "476.8MiB"), (1, "1B"), (1023, "1023B"), (1536, "1.5KiB"), (5 * 2**40, "5TiB")],
+    [
+        (2**31, "2GiB"),
+        (500_000_000, "476.8MiB"),
+        (1, "1B"),
+        (1023, "1023B"),
+        (1536, "1.5KiB"),
+        (5 * 2**40, "5TiB"),
+    ],
 )
 def test_written_back(number, text):
     assert format_size(number) == text

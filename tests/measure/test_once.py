@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from msprobe_megatron.measure import once
 from msprobe_megatron.measure.once import SeenTensors
@@ -90,13 +89,13 @@ def test_data_swap_is_noticed(seen: SeenTensors) -> None:
 
 def test_keeps_no_memory_alive(seen: SeenTensors) -> None:
     x = torch.zeros(1 << 16)
-    storage = StorageWeakRef(x.untyped_storage())
+    storage = once._weak(x.untyped_storage())
     python_object = weakref.ref(x)
     seen.remember(x, 1)
     del x
     gc.collect()
     assert python_object() is None
-    assert storage.expired()
+    assert once._expired(storage)
     assert len(seen) == 1
 
 
@@ -104,13 +103,13 @@ def test_autograd_graph_is_not_kept(seen: SeenTensors) -> None:
     leaf = torch.randn(8, requires_grad=True)
     inner = leaf * 2
     out = inner.sin()  # its node saves ``inner`` for backward
-    saved = StorageWeakRef(inner.untyped_storage())
+    saved = once._weak(inner.untyped_storage())
     seen.remember(out, 1)
     del inner
-    assert not saved.expired()
+    assert not once._expired(saved)
     del out
     gc.collect()
-    assert saved.expired()
+    assert once._expired(saved)
 
 
 def test_invalidate_by_tensor_forgets_all_that_shares_its_memory(seen: SeenTensors) -> None:

@@ -21,7 +21,8 @@ from .oracle import assert_stats, expected
 
 INF, NAN = math.inf, math.nan
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-FP8 = [getattr(torch, n) for n in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, n)]
+FP8_NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+FP8 = [getattr(torch, name) for name in FP8_NAMES if hasattr(torch, name)]
 INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 UINTS = [getattr(torch, n) for n in ("uint16", "uint32", "uint64") if hasattr(torch, n)]
 
@@ -51,11 +52,11 @@ def test_large_token_ids_are_exact() -> None:
     assert measure(x).sum == float((2**31 - 1) * 100_003)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
 def test_complex_is_measured_as_its_parts(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    x = torch.randn(40, 50, dtype=dtype)
-    x[0, 0] = complex(NAN, INF)
+    x = torch.randn(40, 50, dtype=torch.complex64).to(dtype)
+    x[0, 0] = torch.tensor(complex(NAN, INF), dtype=dtype)
     assert_stats(measure(x), x)
     assert_stats(measure(x.conj()), x.conj())
     assert measure(x.conj().imag).sum == pytest.approx(-measure(x.imag).sum)
@@ -204,22 +205,44 @@ def test_parameter_in_inference_mode_and_after() -> None:
     assert inside == also == measure(x) == Stats(0.0, 3.0, 6.0, 14.0, 3.0, 0, 0, 0, 1)
 
 
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.device("meta"),
+        torch.no_grad,
+        torch.enable_grad,
+        torch.autograd.detect_anomaly,
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: 1 / 0, lambda t: t),
+    ],
+    ids=["autocast", "default_device", "no_grad", "enable_grad", "anomaly", "saved_tensors"],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly")
+def test_what_surrounds_training_does_not_change_the_figures(surroundings) -> None:  # type: ignore[no-untyped-def]
+    x = torch.linspace(-1.0, 1.0, 100_001, requires_grad=True)
+    floats, counts = torch.empty(5, dtype=torch.float64), torch.empty(4, dtype=torch.int64)
+    with surroundings():
+        assert measure_into(x, floats, counts)
+    assert_stats(Stats(*floats.tolist(), *counts.tolist()), x)
+
+
 SPECIAL = [0.0, -0.0, 1.0, -1.0, INF, -INF, NAN, 65504.0, -3e38, 1e-40, 1e-300, 1e300, 0.1, 3.0]
 
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
     dtype = draw(st.sampled_from([*FLOATS, *FP8]))
+    permuted, strided, expanded = draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
     numel = math.prod(shape)
     value = st.one_of(st.sampled_from(SPECIAL), st.floats(-1e6, 1e6, width=32))
     values = draw(st.lists(value, min_size=numel, max_size=numel))
     x = torch.tensor(values, dtype=torch.float64).reshape(shape).to(dtype)
-    if shape and draw(st.booleans()):
+    if shape and permuted:
         x = x.permute(draw(st.permutations(range(len(shape)))))
-    if shape and draw(st.booleans()):
+    if shape and strided:
         x = x[:: draw(st.integers(1, 3))]
-    if draw(st.booleans()):
+    if expanded:
         x = x.unsqueeze(0).expand(draw(st.integers(1, 3)), *x.shape)
     return x
 
@@ -228,6 +251,6 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 @given(tensors())
 def test_any_tensor(x: torch.Tensor) -> None:
     if math.isinf(expected(x).sumsq):
-        assert measure(x).sumsq in (INF, pytest.approx(1.7e308, rel=1.0))
+        assert measure(x).sumsq == INF
     else:
         assert_stats(measure(x), x)

@@ -6,6 +6,11 @@ device.
     from msprobe_megatron.backends import cpu
     cpu.install()                       # before the first import of megatron
     from megatron.core import parallel_state
+
+Known limits: no CUDA graphs, no kernels of TransformerEngine, Apex or triton; processes that multiprocessing
+spawns (Megatron-LM's torch_dist checkpoints do) start without the emulation, so save with `--ckpt-format torch`;
+pipelines of two stages with virtual stages need `overlap_p2p_comm`, which Megatron-LM checks and megatron-core
+does not.
 """
 
 from __future__ import annotations

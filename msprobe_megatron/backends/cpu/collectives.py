@@ -1,5 +1,5 @@
-"""NCCL calls as gloo understands them: the backend's name, arguments only NCCL knows, and the uneven sizes
-that MoE dispatchers use.
+"""NCCL calls as gloo understands them: the backend's name, arguments only NCCL knows, memory that is given back
+under a running send, and the uneven sizes that MoE dispatchers use.
 """
 
 from __future__ import annotations
@@ -132,7 +132,24 @@ def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduce_scatter
 
 
-_WRAPPERS = (_init_process_group, _new_group, _barrier, _all_to_all_single, _all_gather, _reduce_scatter)
+def _isend(original: Callable[..., Any]) -> Callable[..., Any]:
+    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Megatron gives an output's memory back (`out.data = ...`) once its send is under way. NCCL has it ordered on
+        # a stream; gloo would send freed memory. The alias keeps it until the send is done.
+        return original(tensor.detach(), *args, **kwargs)
+
+    return isend
+
+
+_WRAPPERS = (
+    _isend,
+    _init_process_group,
+    _new_group,
+    _barrier,
+    _all_to_all_single,
+    _all_gather,
+    _reduce_scatter,
+)
 
 
 def install() -> None:

@@ -38,7 +38,7 @@ def _norm_with_sequence_parallel(build: Callable[..., Any]) -> Callable[..., Any
             config.sequence_parallel = asked
         norm = cls_or_self if built is None else built
         for parameter in norm.parameters():
-            parameter.sequence_parallel = False
+            parameter.sequence_parallel = asked
         return built
 
     return wrapped

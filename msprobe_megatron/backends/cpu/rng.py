@@ -1,5 +1,6 @@
 """The random numbers of "cuda" are those of the CPU generator: dropout and initialisation draw from it, so
-Megatron's tracker has to save and restore that very state.
+Megatron's tracker has to save and restore that very state. Draws that a real device would not see (a data
+loader's seed) move it too: a resumed run with dropout is not bit for bit the uninterrupted one.
 """
 
 from __future__ import annotations

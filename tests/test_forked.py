@@ -1,0 +1,77 @@
+"""The launcher of forked ranks: answers in order, failures with their traceback, hangs with their stacks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.forked import RankFailed, run_forked
+
+
+def add_up(offset: int) -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(rank + offset)])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return {"rank": rank, "total": total, "names": ["a", None]}
+
+
+def test_results_come_in_order_of_rank() -> None:
+    results = run_forked(3, add_up, 10)
+    assert [result["rank"] for result in results] == [0, 1, 2]
+    assert [float(result["total"]) for result in results] == [33.0] * 3
+    assert results[0]["names"] == ["a", None]
+
+
+def fail_on_one() -> None:
+    if os.environ["RANK"] == "1":
+        print("said before")
+        raise ValueError("the reason")
+    time.sleep(60)
+
+
+def die_on_one() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_failing_rank_is_quoted_and_the_others_are_ended() -> None:
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 of 2 failed.*said before.*ValueError: the reason"):
+        run_forked(2, fail_on_one)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    with pytest.raises(RankFailed, match="rank 1 of 2 failed"):
+        run_forked(2, die_on_one)
+
+
+def test_a_hang_is_ended_with_stacks() -> None:
+    with pytest.raises(RankFailed, match=r"(?s)rank 0\n.*in fail_on_one"):
+        run_forked(1, fail_on_one, timeout=1)
+
+
+def sum_of_squares_gradient() -> list[float]:
+    x = torch.ones(3, requires_grad=True)
+    torch.autograd.backward((x * x).sum())
+    assert x.grad is not None
+    return [float(value) for value in x.grad]
+
+
+def test_ranks_can_differentiate_after_the_parent_has() -> None:
+    assert sum_of_squares_gradient() == [2.0] * 3
+    assert run_forked(2, sum_of_squares_gradient) == [[2.0] * 3] * 2
+
+
+def test_answers_are_data_only() -> None:
+    with pytest.raises(Exception, match="weights_only|Weights only|Unsupported"):
+        run_forked(1, RankFailed)
