@@ -60,9 +60,7 @@ class Flags:
         from msprobe_megatron.config import Overrides, load
 
         if self.config is None:
-            raise _wrong(
-                "--msprobe-config", "no probe file is named", "--msprobe-config FILE or $MSPROBE_CONFIG"
-            )
+            raise _wrong("--msprobe-config", "no probe file is named", "--msprobe-config FILE or $MSPROBE_CONFIG")
         return load(self.config, Overrides(self.output, self.steps, self.strict), allow_unavailable)
 
 

@@ -29,7 +29,9 @@ class Armed:
     def __init__(self, flags: Flags, config: ProbeConfig | None) -> None:
         self.flags, self.config = flags, config
         self.session: Any = None
-        self.patches = PatchSet([p for p in declared("arguments") if config is not None or p.id.startswith("arguments.")], self)
+        self.patches = PatchSet(
+            [p for p in declared("arguments") if config is not None or p.id.startswith("arguments.")], self
+        )
         for module in {patch.targets[0].partition(":")[0] for patch in (e.patch for e in self.patches.entries)}:
             when_imported(module, lambda module: self.patches.apply())
 

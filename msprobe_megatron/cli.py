@@ -7,14 +7,12 @@ do it. Each imports what it needs when it runs, so that `--help` is quick.
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from msprobe_megatron import __version__
-
-OK, FOUND, CANNOT = 0, 1, 2
+from msprobe_megatron.commands import CANNOT, COMMANDS, OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,90 +53,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(name: str, run: Callable[[Any], int], text: str, example: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(
+    for name in COMMANDS:
+        module = importlib.import_module(f"msprobe_megatron.commands.{name.replace('-', '_')}")
+        command = commands.add_parser(
             name,
-            help=text,
-            description=text,
-            epilog=f"example: {example}",
+            help=module.HELP,
+            description=module.HELP,
+            epilog=f"example: {module.EXAMPLE}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        sub.set_defaults(run=run)
-        sub.add_argument("--json", action="store_true", help="print JSON for machines")
-        return sub
-
-    demo = command(
-        "demo", _demo, "train a tiny GPT on this machine under the probe", "msprobe-megatron demo --out demo_out"
-    )
-    demo.add_argument("--out", default="demo_out", help="run directory (default: %(default)s)")
-    demo.add_argument("--config", help="probe file (default: L0 statistics of steps 0 and 2)")
-    demo.set_defaults(takes_rest=True)
-    validate = command("validate", _validate, "check a probe file", "msprobe-megatron validate probe.yaml")
-    validate.add_argument("file", help="probe file (YAML, JSON, or msprobe's config.json)")
-    patches = command(
-        "patches",
-        _patches,
-        "list the patches: which bind to the installed Megatron, or what they did in a run",
-        "msprobe-megatron patches; msprobe-megatron patches probe_out --rank 3",
-    )
-    patches.add_argument("path", nargs="?", metavar="RUN", help="run directory; without it the installed megatron-core")
-    patches.add_argument("--rank", type=int, default=None, help="rank of the run (default: the lowest)")
-    summary = command("summary", _summary, "what a run recorded", "msprobe-megatron summary probe_out --step 10")
-    summary.add_argument("path", metavar="RUN", help="run directory")
-    summary.add_argument("--step", type=int, default=None, help="only this step")
+        command.add_argument("--json", action="store_true", help="print JSON for machines")
+        command.set_defaults(run=module.run)
+        module.add_arguments(command)
     return parser
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    from msprobe_megatron.demo.showcase import showcase
-
-    return showcase(arguments.out, arguments.config, arguments.rest, as_json=arguments.json)
-
-
-def _validate(arguments: argparse.Namespace) -> int:
-    from msprobe_megatron.config import describe, load
-
-    config = load(arguments.file)
-    if arguments.json:
-        print(json.dumps({"file": arguments.file, "valid": True, "notes": list(config.notes)}))
-    else:
-        print(describe(config))
-    return OK
-
-
-def _patches(arguments: argparse.Namespace) -> int:
-    from msprobe_megatron.analyse.load import RunError, open_run
-    from msprobe_megatron.report.terminal import print_ledger
-
-    if arguments.path is None:
-        from msprobe_megatron.dry_run import installed_patches
-
-        lines, title = installed_patches()
-    else:
-        run = open_run(arguments.path)
-        rank = arguments.rank if arguments.rank is not None else min(run.ranks, default=0)
-        if rank not in run.ranks:
-            raise RunError(f"{run.path}: no ledger of rank {rank}; accepted: {sorted(run.ranks)}")
-        lines, title = run.ranks[rank].get("ledger", {}).get("patches", []), f"{run.path}, rank {rank}"
-    if arguments.json:
-        print(json.dumps(lines))
-    else:
-        print_ledger(lines, title)
-    return OK
-
-
-def _summary(arguments: argparse.Namespace) -> int:
-    from msprobe_megatron.analyse.load import open_run
-    from msprobe_megatron.analyse.summary import summarise
-    from msprobe_megatron.report.terminal import print_summary
-
-    summary = summarise(open_run(arguments.path), arguments.step)
-    if arguments.json:
-        print(json.dumps(summary.as_dict()))
-    else:
-        print_summary(summary)
-    return FOUND if summary.warnings else OK
 
 
 if __name__ == "__main__":

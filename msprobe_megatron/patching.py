@@ -212,7 +212,11 @@ def _still_bound(entry: Entry) -> bool:
     while current is not None:
         if current is entry.replacement or getattr(current, "__msprobe_patch__", None) == entry.patch.id:
             return True
-        current = current.__func__ if isinstance(current, staticmethod | classmethod) else getattr(current, "__wrapped__", None)
+        current = (
+            current.__func__
+            if isinstance(current, staticmethod | classmethod)
+            else getattr(current, "__wrapped__", None)
+        )
     return False
 
 

@@ -16,7 +16,7 @@ from msprobe_megatron.switch import asked
 _USAGE = """usage: python -m msprobe_megatron.run SCRIPT.py [arguments of the script] --msprobe-config FILE
        python -m msprobe_megatron.run -m MODULE [arguments of the module] --msprobe-config FILE
 
-example: torchrun --nproc_per_node 8 -m msprobe_megatron.run pretrain_gpt.py --num-layers 32 ... --msprobe-config probe.yaml
+example: torchrun --nproc_per_node 8 -m msprobe_megatron.run pretrain_gpt.py ... --msprobe-config probe.yaml
 """
 
 

@@ -22,6 +22,7 @@ from msprobe_megatron import backends, facts
 from msprobe_megatron.arguments import Flags, from_command_line
 from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.config import ConfigError, ProbeConfig, load
+from msprobe_megatron.dispatch import DISPATCHER
 from msprobe_megatron.patches.optimizer import wrap_step
 from msprobe_megatron.patching import PatchSet, declared
 from msprobe_megatron.probes.dump import DumpProbe
@@ -108,7 +109,9 @@ class Session:
         self.directory.claim_rank(self.where.rank)
         device = backends.select()
         budget = config.limits.host_memory
-        slots = SlotTable(device.device, float_dtype=device.float_dtype, to_host=device.to_host, limit_bytes=budget // 4)
+        slots = SlotTable(
+            device.device, float_dtype=device.float_dtype, to_host=device.to_host, limit_bytes=budget // 4
+        )
         self.probe = DumpProbe(dump, self.clock, slots)
         self._modules = ModuleSite(self._chunks, self.probe, self.clock, self.where, self.fault, dump.stacks)
         self._parameters = OptimizerSite(self._chunks, self._optimizer, self.probe, self.where)
@@ -118,7 +121,7 @@ class Session:
         self.writer = Writer(self.directory, identity, budget // 2, lambda error: self.fault(error, "writer"))
         self._while_recording = PatchSet(declared("recording"), self)
         self._write_rank_file()
-        _DISPATCHER.add(self)
+        DISPATCHER.add(self, self._chunk_of)
         if self._optimizer is not None:
             self._undo = wrap_step(self._optimizer, self)
         self._next = _or_never(config.steps.next_from(0))
@@ -139,7 +142,7 @@ class Session:
     # What the patches tell.
 
     def session_of(self, model: Any) -> Session | None:
-        """This session, if `model` is one of its chunks."""
+        """The session itself, if `model` is one of its chunks."""
         return self if self._index_of(model) is not None else None
 
     def _index_of(self, model: Any) -> int | None:
@@ -246,7 +249,7 @@ class Session:
 
     @guarded
     def _no_schedule_seen(self) -> None:
-        lost = _DISPATCHER.verify()
+        lost = DISPATCHER.verify()
         if lost:
             self._say(f"other code had overwritten {', '.join(lost)}; bound again", "overridden")
 
@@ -280,7 +283,9 @@ class Session:
     def _say(self, text: str, event: str) -> None:
         print(f"msprobe [rank {self.where.rank}]: {text}", file=sys.stderr, flush=True)
         try:
-            self.directory.append_event({"event": event, "rank": self.where.rank, "step": self._last_step, "text": text})
+            self.directory.append_event(
+                {"event": event, "rank": self.where.rank, "step": self._last_step, "text": text}
+            )
         except OSError as error:
             self.faults.append(f"events: {error}")
 
@@ -294,7 +299,7 @@ class Session:
         atexit.unregister(self.close)
         if self._recording:
             self._finish(complete=False)
-        _DISPATCHER.remove(self)
+        DISPATCHER.remove(self)
         if self._undo is not None:
             self._undo()
         self.writer.close()
@@ -309,7 +314,9 @@ class Session:
         """What was asked and did not happen, as far as this rank can know."""
         missing = []
         if not self.steps_recorded:
-            missing.append(f"no step was recorded; asked: {self.config.steps.describe()}, last step was {self._last_step}")
+            missing.append(
+                f"no step was recorded; asked: {self.config.steps.describe()}, last step was {self._last_step}"
+            )
         elif self._next != _NEVER and self.config.steps.is_finite:
             missing.append(f"step {self._next} was asked for and never reached; last step was {self._last_step}")
         if not self._modules.watched and not len(self._parameters):
@@ -319,7 +326,10 @@ class Session:
     def ledger(self) -> dict[str, Any]:
         """What was asked, bound, fired and written on this rank."""
         return {
-            "asked": {"steps": self.config.steps.describe(), "list": list(self.config.dump.list if self.config.dump else ())},
+            "asked": {
+                "steps": self.config.steps.describe(),
+                "list": list(self.config.dump.list if self.config.dump else ()),
+            },
             "bound": {"modules": len(self._modules.watched), "parameters": len(self._parameters)},
             "unmatched": self.probe.unmatched(),
             "fired": dict(self.probe.fired),
@@ -329,7 +339,7 @@ class Session:
             "schedules": sorted(self._schedules),
             "not_happened": self.not_happened() if self.closed else [],
             "faults": self.faults,
-            "patches": [*_DISPATCHER.ledger(), *self._while_recording.ledger()],
+            "patches": [*DISPATCHER.ledger(), *self._while_recording.ledger()],
         }
 
     def _write_rank_file(self) -> None:
@@ -350,42 +360,6 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Dispatcher:
-    """Routes the process-wide schedule patches to the session whose model is running."""
-
-    def __init__(self) -> None:
-        self._by_chunk: dict[int, Session] = {}
-        self._patches: PatchSet | None = None
-
-    def add(self, session: Session) -> None:
-        if self._patches is None:
-            self._patches = PatchSet(declared("functions"), self)
-        self._patches.apply()
-        self._patches.verify()
-        self._by_chunk.update(dict.fromkeys(session._chunk_of, session))
-
-    def remove(self, session: Session) -> None:
-        self._by_chunk = {key: value for key, value in self._by_chunk.items() if value is not session}
-        if not self._by_chunk and self._patches is not None:
-            self._patches.revert()
-
-    def verify(self) -> list[str]:
-        return self._patches.verify() if self._patches is not None else []
-
-    def ledger(self) -> list[dict[str, Any]]:
-        return self._patches.ledger() if self._patches is not None else []
-
-    def session_of(self, model: Any) -> Session | None:
-        chunk = model[0] if isinstance(model, list | tuple) and model else model
-        found = self._by_chunk.get(id(chunk))
-        if found is None and isinstance(chunk, nn.Module):
-            found = self._by_chunk.get(id(names.unwrap(chunk)))
-        return found
-
-
-_DISPATCHER = _Dispatcher()
 
 
 def _or_never(step: int | None) -> int:

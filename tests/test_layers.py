@@ -152,9 +152,7 @@ def _banned(tree: ast.AST, room: str) -> Iterator[tuple[int, str]]:
         if name in BANNED_BUILTINS:
             yield node.lineno, f"no {name}()"
         weights_only = [word.value for word in node.keywords if word.arg == "weights_only"]
-        if name == "torch.load" and not any(
-            isinstance(v, ast.Constant) and v.value is True for v in weights_only
-        ):
+        if name == "torch.load" and not any(isinstance(v, ast.Constant) and v.value is True for v in weights_only):
             yield node.lineno, "torch.load without weights_only=True"
         if room in NO_WRITING and _opens_for_writing(node):
             yield node.lineno, f"{name}: only record/ opens files for writing during training"
@@ -295,9 +293,9 @@ def test_what_the_rules_allow_is_not_complained_about(module: str, source: str) 
 
 
 def test_relative_imports_of_a_package_start_at_itself() -> None:
-    assert violations(
-        "from .slots import x\nfrom ..measure import y", f"{PACKAGE}.record", is_package=True
-    ) == ["line 2: record may not import measure (msprobe_megatron.measure.y)"]
+    assert violations("from .slots import x\nfrom ..measure import y", f"{PACKAGE}.record", is_package=True) == [
+        "line 2: record may not import measure (msprobe_megatron.measure.y)"
+    ]
     assert violations("from ..measure import y", f"{PACKAGE}.probes", is_package=True) == []
 
 

@@ -8,7 +8,19 @@ import textwrap
 import pytest
 
 # Parts that a job without a probe file must never load.
-_HEAVY = ("session", "patching", "patches", "sites", "probes", "measure", "record", "analyse", "report", "arming", "importing")
+_HEAVY = (
+    "session",
+    "patching",
+    "patches",
+    "sites",
+    "probes",
+    "measure",
+    "record",
+    "analyse",
+    "report",
+    "arming",
+    "importing",
+)
 
 _REPORT = """
 import json, sys
@@ -38,7 +50,11 @@ def run(tmp_path, code, *argv, module=()):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(code) + _REPORT)
     done = subprocess.run(
-        [sys.executable, *module, str(script), *argv], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *module, str(script), *argv],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.rpartition("REPORT")[2])
@@ -62,12 +78,17 @@ def test_import_line_without_the_flag_loads_two_tiny_modules(tmp_path):
 
 
 def test_runner_without_the_flag_runs_the_script_and_nothing_else(tmp_path):
-    code = "assert __name__ == '__main__'\nimport sys\nassert sys.argv[1:] == ['--local-rank=0', '--lr', '1'], sys.argv\n"
+    code = (
+        "assert __name__ == '__main__'\nimport sys\nassert sys.argv[1:] == ['--local-rank=0', '--lr', '1'], sys.argv\n"
+    )
     script = tmp_path / "train.py"
     script.write_text(code + _REPORT)
     done = subprocess.run(
         [sys.executable, "-m", "msprobe_megatron.run", "--local-rank=0", str(script), "--lr", "1"],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.rpartition("REPORT")[2])
@@ -109,7 +130,10 @@ def test_a_bad_probe_file_ends_the_job_with_one_line_before_megatron_is_imported
     module = ["-m", "msprobe_megatron.run"] if way == "run" else []
     done = subprocess.run(
         [sys.executable, *module, str(script), "--msprobe-config", str(tmp_path / "probe.yaml")],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 2
     assert "TRAINED" not in done.stdout
@@ -121,7 +145,11 @@ def test_a_bad_probe_file_ends_the_job_with_one_line_before_megatron_is_imported
 def test_no_script_and_a_missing_script_are_said(tmp_path):
     for argv in ([], [str(tmp_path / "nothing.py")]):
         done = subprocess.run(
-            [sys.executable, "-m", "msprobe_megatron.run", *argv], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-m", "msprobe_megatron.run", *argv],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert done.returncode == 2
         assert "usage:" in done.stderr

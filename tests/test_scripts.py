@@ -68,9 +68,7 @@ class Checkout:
         self.python.write_text(STAND_IN)
         self.python.chmod(0o755)
 
-    def run(
-        self, *command: str, cwd: Path | None = None, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
         inherited = {"PATH": f"{self.python.parent}{os.pathsep}/usr/bin{os.pathsep}/bin"}
         own = {"CALLS": str(self.calls_file), "REAL_PYTHON": sys.executable, "HOME": str(self.root.parent)}
         return subprocess.run(
@@ -149,9 +147,7 @@ def test_the_environment_is_made_once_torch_first(checkout: Checkout) -> None:
     first = checkout.setup()
     assert first.returncode == 0, first.stderr
     assert checkout.installed() == ["torch==2.13.0+cpu", "megatron-core==0.16.1", "."]
-    assert (
-        checkout.root / ".venv" / "msprobe_megatron_setup.constraints"
-    ).read_text() == "torch==2.13.0+cpu\n"
+    assert (checkout.root / ".venv" / "msprobe_megatron_setup.constraints").read_text() == "torch==2.13.0+cpu\n"
     assert checkout.setup().returncode == 0
     assert checkout.calls() == []
 
@@ -312,9 +308,7 @@ def test_help_does_nothing_else(checkout: Checkout, name: str, flag: str) -> Non
         (["calls"], "calls is there and is not"),
     ],
 )
-def test_quickstart_refuses_before_it_installs(
-    checkout: Checkout, arguments: list[str], complaint: str
-) -> None:
+def test_quickstart_refuses_before_it_installs(checkout: Checkout, arguments: list[str], complaint: str) -> None:
     done = checkout.run(str(checkout.root / "scripts" / "quickstart.sh"), *arguments)
     assert done.returncode == 2
     assert complaint in done.stderr
@@ -337,9 +331,7 @@ def test_quickstart_trains_twice_summarises_and_runs_again(checkout: Checkout) -
     layout = {"--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--nproc_per_node 4"}
     assert flags[0] - flags[1] == layout
     assert flags[1] - flags[0] == {"--nproc_per_node 1"}, "the same model and data"
-    assert all(
-        "--standalone" in call and "-m msprobe_megatron.demo.pretrain_gpt" in call for call in calls[:2]
-    )
+    assert all("--standalone" in call and "-m msprobe_megatron.demo.pretrain_gpt" in call for call in calls[:2])
     assert f"--msprobe-output {out}/run_001/tp2pp2" in calls[0]
     assert (out / "run_001").stat().st_mode & 0o777 == 0o700
     assert "pretending: -m torch.distributed.run" in (out / "run_001" / "single.log").read_text()

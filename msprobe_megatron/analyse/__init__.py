@@ -1,0 +1,1 @@
+"""Questions about run directories: load, merge shards, summarise. Reads files only, never a live model."""

@@ -8,8 +8,10 @@ query, so that 1,000 ranks need no more Python than two.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import duckdb
+import pyarrow as pa
 
 from msprobe_megatron.analyse.load import Run
 from msprobe_megatron.topology.shards import ShardSpec
@@ -42,14 +44,23 @@ def merged(run: Run, step: int | None = None) -> duckdb.DuckDBPyRelation:
     connection = duckdb.connect()
     rows = run.rows(connection, step)
     connection.register("rows_view", rows)
-    texts = [text for (text,) in rows.project("shard").distinct().fetchall()]
-    connection.execute("create table layouts (shard varchar, " + ", ".join(f"cut_{a} boolean" for a in _AXES) + ", samples boolean, parts bigint, flat varchar, reason varchar)")
-    for text in texts:
-        layout = _layout(text or "", run.sizes)
-        values = [text, *[axis in layout.cut for axis in _AXES], layout.samples, layout.parts, layout.flat, layout.reason]
-        connection.execute(f"insert into layouts values ({', '.join('?' * len(values))})", values)
-    scale = run.facts.get("gradient_scale") or 1.0
-    return connection.query(_QUERY.format(key=", ".join(KEY), scale=float(scale)))
+    texts = [text or "" for (text,) in rows.project("shard").distinct().fetchall()]
+    connection.register("layouts", _layout_table(texts, run.sizes))
+    scale = float(run.facts.get("gradient_scale") or 1.0)
+    return connection.query(
+        _QUERY.replace("{key}", ", ".join(KEY)).replace("{scale}", repr(scale)).replace("{part}", _PART)
+    )
+
+
+def _layout_table(texts: list[str], sizes: dict[str, int]) -> pa.Table:
+    """One row a shard text: few of them, however many rows a run has."""
+    layouts = [_layout(text, sizes) for text in texts]
+    columns: dict[str, list[Any]] = {"shard": texts}
+    for axis in _AXES:
+        columns[f"cut_{axis}"] = [axis in layout.cut for layout in layouts]
+    for name in ("samples", "parts", "flat", "reason"):
+        columns[name] = [getattr(layout, name) for layout in layouts]
+    return pa.table(columns)
 
 
 def _layout(text: str, sizes: dict[str, int]) -> _Layout:
@@ -69,19 +80,19 @@ def _layout(text: str, sizes: dict[str, int]) -> _Layout:
 
 _PART = " || ',' || ".join(f"case when cut_{axis} then cast({axis} as varchar) else '' end" for axis in _AXES)
 
-_QUERY = f"""
+_QUERY = """
 with scales as (
     select step as scale_step, max(max) as loss_scale from rows_view
     where kind = 'loss' and name = 'loss_scale' group by step
 ), labelled as (
     select rows_view.*, layouts.* exclude (shard),
         case when samples then dp else -1 end as dp_samples,
-        {_PART} || '|' || flat as part,
-        case kind when 'gradient' then {{scale}} * coalesce(loss_scale, 1)
+        {part} || '|' || flat as part,
+        case kind when 'gradient' then {scale} * coalesce(loss_scale, 1)
                   when 'grad_reduced' then coalesce(loss_scale, 1) else 1 end as factor
     from rows_view join layouts using (shard) left join scales on scale_step = step
 ), replicas as (
-    select {{key}}, part,
+    select {key}, part,
         arg_min(numel, rank) as numel, arg_min(min, rank) as min, arg_min(max, rank) as max,
         arg_min(sum, rank) as sum, arg_min(sumsq, rank) as sumsq, arg_min(absmax, rank) as absmax,
         arg_min(n_nan, rank) as n_nan, arg_min(n_posinf, rank) as n_posinf,
@@ -90,9 +101,9 @@ with scales as (
         min(rank) as rank, min(seq) as seq, any_value(op) as op, any_value(dtype) as dtype,
         any_value(factor) as factor, any_value(parts) as expected, any_value(reason) as reason,
         any_value(global_shape) as global_shape
-    from labelled group by {{key}}, part
+    from labelled group by {key}, part
 )
-select {{key}}, any_value(op) as op, any_value(dtype) as dtype, any_value(global_shape) as global_shape,
+select {key}, any_value(op) as op, any_value(dtype) as dtype, any_value(global_shape) as global_shape,
     sum(numel) as numel, min(min) / any_value(factor) as min, max(max) / any_value(factor) as max,
     sum(sum) / any_value(factor) as sum, sum(sumsq) / (any_value(factor) * any_value(factor)) as sumsq,
     max(absmax) / any_value(factor) as absmax,
@@ -102,5 +113,5 @@ select {{key}}, any_value(op) as op, any_value(dtype) as dtype, any_value(global
     case when any_value(reason) <> '' then any_value(reason)
          when any_value(expected) > 0 and count(*) <> any_value(expected)
             then count(*) || ' of ' || any_value(expected) || ' parts' else '' end as reason
-from replicas group by {{key}}
+from replicas group by {key}
 """

@@ -6,22 +6,24 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from msprobe_megatron.analyse.load import Run, RunError
+from msprobe_megatron.analyse.merge import merged
 from msprobe_megatron.record.events import read_events
 from msprobe_megatron.topology.layers import layer_of
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table: a layer (or the part outside the layers) and a kind."""
+    """One line of the table: a layer (or the part outside the layers) and a kind, shards put together."""
 
     place: str
     kind: str
     names: int
-    rows: int
+    tensors: int
     absmax: float | None
     norm: float | None
     zeros: float | None
     non_finite: int
+    replicas_agree: bool
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Summary:
 
 _BY_NAME = """
 kind, name, count(*) as n, max(absmax) as absmax, sum(sumsq) as sumsq, sum(n_zero) as zeros, sum(numel) as numel,
-sum(n_nan + n_posinf + n_neginf) as bad
+sum(n_nan + n_posinf + n_neginf) as bad, bool_and(replicas_agree) as agree
 """
 
 
@@ -64,10 +66,10 @@ def summarise(run: Run, step: int | None = None) -> Summary:
     total = 0
     try:
         relation = run.rows(step=step)
-        lines = _lines(relation.aggregate(_BY_NAME, "kind, name").fetchall())
+        lines = _lines(merged(run, step).aggregate(_BY_NAME, "kind, name").fetchall())
         for text, count in relation.filter("shard like '?%'").aggregate("shard, count(*)", "shard").fetchall():
             unmerged[text[1:]] = count
-        total = sum(line.rows for line in lines)
+        total = len(relation)
     except RunError as error:
         if step is not None:
             raise
@@ -105,11 +107,12 @@ def _line(place: str, kind: str, rows: list[tuple[Any, ...]]) -> Line:
         place=place,
         kind=kind,
         names=len({row[1] for row in rows}),
-        rows=sum(row[2] for row in rows),
+        tensors=sum(row[2] for row in rows),
         absmax=max(largest, default=None),
         norm=sum(squares) ** 0.5 if squares else None,
         zeros=sum(row[5] for row in rows) / numel if numel else None,
         non_finite=sum(row[7] for row in rows),
+        replicas_agree=all(row[8] for row in rows),
     )
 
 

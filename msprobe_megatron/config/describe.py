@@ -33,9 +33,7 @@ def describe(config: ProbeConfig) -> str:
 
 
 def _dump(dump: DumpConfig) -> str:
-    what = {"L0": "modules", "L1": "API calls", "mix": "modules and API calls", "debug": "save() calls"}[
-        dump.level
-    ]
+    what = {"L0": "modules", "L1": "API calls", "mix": "modules and API calls", "debug": "save() calls"}[dump.level]
     extras = [
         f"digest {'sum64' if dump.digest is True else dump.digest}" if dump.digest else "",
         f"sketch of {dump.sketch}" if dump.sketch else "",
@@ -53,8 +51,7 @@ def _monitor(monitor: MonitorConfig) -> str:
     kinds = _switched_on(monitor, ("activations", "gradients", "optimizer", "parameters", "comm"))
     where = f"{len(monitor.targets)} targets" if monitor.targets else "all modules"
     alerts = [
-        alert.rule if alert.threshold is None else f"{alert.rule} {alert.threshold:g}"
-        for alert in monitor.alerts
+        alert.rule if alert.threshold is None else f"{alert.rule} {alert.threshold:g}" for alert in monitor.alerts
     ]
     watched = f"{', '.join(kinds)} of {where}, every {monitor.every} steps, as {', '.join(monitor.format)}"
     return watched + (f"; alerts: {', '.join(alerts)}" if alerts else "")

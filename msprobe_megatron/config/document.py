@@ -66,9 +66,7 @@ def _read_text(source: str) -> str:
         with open(source, "rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise context.error(
-            "", f"cannot be read ({error.strerror})", "a readable YAML or JSON file"
-        ) from None
+        raise context.error("", f"cannot be read ({error.strerror})", "a readable YAML or JSON file") from None
     except ValueError:
         raise context.error("", "is not a file name", "a readable YAML or JSON file") from None
     if len(content) > MAX_BYTES:

@@ -32,9 +32,7 @@ def shown(value: object) -> str:
     Example: ``shown("x" * 100)`` ends in ``…xxxx'`` and is about sixty characters long.
     """
     # YAML's words, not Python's, because that is what the user wrote.
-    text = (
-        ("null" if value is None else str(value).lower()) if isinstance(value, bool | None) else repr(value)
-    )
+    text = ("null" if value is None else str(value).lower()) if isinstance(value, bool | None) else repr(value)
     if len(text) <= _SHOWN_CHARACTERS:
         return text
     return f"{text[:40]}…{text[-16:]}"

@@ -14,9 +14,7 @@ from msprobe_megatron.config.translation import Always, Draft, Refuse, Table, To
 from msprobe_megatron.config.validate import TABLES
 
 OUR_KEYS = tuple(TABLES[schema.ProbeConfig])
-_PREFIXES = (
-    "Distributed|Functional|Torch|Tensor|Mint|MintFunctional|Primitive|Aten|VF|NPU|Jit|MindSpeed|Triton"
-)
+_PREFIXES = "Distributed|Functional|Torch|Tensor|Mint|MintFunctional|Primitive|Aten|VF|NPU|Jit|MindSpeed|Triton"
 _API_CALL = re.compile(rf"(?:{_PREFIXES})\.(\w+)\.[0-9]+(?:\.\w+)*")
 # Module.<chunk>.<wrappers><path>.<Class>.<direction>.<call>; everything but the path may be missing.
 _MODULE_CALL = re.compile(
@@ -72,9 +70,7 @@ def _level(draft: Draft, node: Node | None, root: Node, task: str) -> None:
         draft.note("level", "the monitor has no levels")
     elif task == "free_benchmark":
         if level.value != "L1":
-            raise refusal(
-                level, "operators are run again at the level of API calls; write L1 or leave it out"
-            )
+            raise refusal(level, "operators are run again at the level of API calls; write L1 or leave it out")
     elif task == "structure" and level.value not in ("L0", "mix"):
         draft.put("dump.level", "mix", "level")
         draft.note("level", "task structure works at L0 or mix; mix is taken, as in msprobe")
@@ -140,9 +136,7 @@ def _summary_mode(draft: Draft, node: Node) -> None:
     if mode == "md5":
         draft.note(node.path, "md5 is taken as digest: crc32, which is what msprobe computes under that name")
     if mode == "xor":
-        draft.note(
-            node.path, "xor is taken as digest: true, which also sees moved values; not msprobe's number"
-        )
+        draft.note(node.path, "xor is taken as digest: true, which also sees moved values; not msprobe's number")
 
 
 def _fuzz_device(draft: Draft, node: Node) -> None:
@@ -163,15 +157,9 @@ def _text_list(node: Node) -> list[str]:
     return [item.text() for item in node.items()]
 
 
-_OFFLINE = Refuse(
-    "the offline checker is another program; write perturb: {mode: improve_precision, handler: check}"
-)
-_ONLINE = Refuse(
-    "nothing is sent to another host; write steps, then run msprobe-megatron compare", (False, "", [])
-)
-_DIFF = Refuse(
-    "runs are compared afterwards; write dump: {digest: true}, then msprobe-megatron compare GOLDEN RUN"
-)
+_OFFLINE = Refuse("the offline checker is another program; write perturb: {mode: improve_precision, handler: check}")
+_ONLINE = Refuse("nothing is sent to another host; write steps, then run msprobe-megatron compare", (False, "", []))
+_DIFF = Refuse("runs are compared afterwards; write dump: {digest: true}, then msprobe-megatron compare GOLDEN RUN")
 
 TASKS: Table = {
     "statistics": _dump_task("statistics"),
@@ -185,9 +173,7 @@ TASKS: Table = {
     "diff_check": _DIFF,
     "nan_check": Refuse("no device register is read; write dump: {task: nonfinite}"),
     "exception_dump": Refuse("it belongs to MindSpore; write dump: {task: nonfinite}"),
-    "nan_analyze": Refuse(
-        "it is a command, not a task; record first, then run msprobe-megatron diagnose RUN"
-    ),
+    "nan_analyze": Refuse("it is a command, not a task; record first, then run msprobe-megatron diagnose RUN"),
 }
 COMMON: Table = {
     "task": Via(lambda draft, node: None),  # read first, by TASKS
@@ -204,9 +190,7 @@ COMMON: Table = {
     "load": Refuse("module inputs are not replayed from an earlier dump; leave it out"),
     "enable_dataloader": Refuse("steps are those of the optimizer; leave it out", (False,)),
     "seed": Refuse("the probe never touches random numbers; write --seed among the training arguments"),
-    "is_deterministic": Refuse(
-        "the probe never changes kernels; write --deterministic-mode for Megatron", (False,)
-    ),
+    "is_deterministic": Refuse("the probe never changes kernels; write --deterministic-mode for Megatron", (False,)),
     "acl_config": Refuse("device kernels are not recorded; leave it out", ("",)),
     "hook_name": Refuse("it belongs to the oldest interface; write task"),
 }
@@ -237,14 +221,10 @@ BLOCKS: dict[str, Table] = {
         "tensor_list": Refuse("one run has one task; write task tensor with these names in list", ([],)),
     },
     "tensor": _VALUES,
-    "structure": {
-        key: Refuse("the structure is written whole; leave it out", ([], ["all"])) for key in _FILTERS
-    },
+    "structure": {key: Refuse("the structure is written whole; leave it out", ([], ["all"])) for key in _FILTERS},
     "overflow_check": {
         **_FILTERS,
-        "overflow_nums": Refuse(
-            "every operator with NaN or Inf is recorded; write -1 and choose the steps", (-1,)
-        ),
+        "overflow_nums": Refuse("every operator with NaN or Inf is recorded; write -1 and choose the steps", (-1,)),
         "check_mode": Refuse("values are looked at, not device flags; write all", ("all",)),
     },
     "free_benchmark": {
@@ -265,7 +245,5 @@ BLOCKS: dict[str, Table] = {
         "bounds": Refuse("there are no histograms of gradients; leave it out", ([],)),
     },
     # The blocks below stand in the file that msprobe ships; their tasks are refused above.
-    **{
-        key: {} for key in ("acc_check", "run_ut", "diff_check", "nan_check", "exception_dump", "nan_analyze")
-    },
+    **{key: {} for key in ("acc_check", "run_ut", "diff_check", "nan_check", "exception_dump", "nan_analyze")},
 }

@@ -47,9 +47,7 @@ def translate_monitor(root: Node) -> Draft:
         draft,
         {key: node for key in _WINDOW if (node := keys.get(key)) is not None and node.value is not None},
     )
-    draft.note(
-        "output", f"no such key; the default of the kit is {ProbeConfig().output}, see --msprobe-output"
-    )
+    draft.note("output", f"no such key; the default of the kit is {ProbeConfig().output}, see --msprobe-output")
     return draft
 
 
@@ -68,9 +66,7 @@ def _targets(draft: Draft, node: Node) -> None:
     for name, child in node.mapping("a mapping from module names to {input: tensor, …}").items():
         head, colon, rest = name.partition(":")
         if colon and head.isdigit():
-            raise refusal(
-                child, f"layers are numbered over the whole model, not by chunk; write {rest} so numbered"
-            )
+            raise refusal(child, f"layers are numbered over the whole model, not by chunk; write {rest} so numbered")
     draft.put("monitor.targets", node.value, node.path)
 
 
@@ -123,9 +119,7 @@ def _format(draft: Draft, node: Node) -> None:
         raise refusal(node, "something must be written; leave it out and read the Parquet files")
     draft.put("monitor.format", ["parquet"] if name == "csv" else ["parquet", "tensorboard"], node.path)
     if name == "csv":
-        draft.note(
-            node.path, "csv is made from the Parquet files by msprobe-megatron export RUN --format csv"
-        )
+        draft.note(node.path, "csv is made from the Parquet files by msprobe-megatron export RUN --format csv")
 
 
 def _ops(node: Node) -> object:
@@ -147,9 +141,7 @@ ALERT: Table = {
 }
 COLLECTIVES: Table = {
     "enable": To("monitor.comm"),
-    "cc_codeline": Refuse(
-        "collectives are told apart by group and site, not by source line; leave it out", ([],)
-    ),
+    "cc_codeline": Refuse("collectives are told apart by group and site, not by source line; leave it out", ([],)),
     "cc_pre_hook": Refuse("results of collectives are recorded; leave it out", (False,)),
     "cc_log_only": Refuse("training is never stopped to list call sites; leave it out", (False,)),
 }
@@ -170,9 +162,7 @@ MONITOR: Table = {
     "eps": Refuse("zeros are counted exactly; leave it out", (1e-8,)),
     "ndigits": Always("numbers are written in full", lambda node: node.integer(0, 20)),
     **{key: Via(lambda draft, node: None) for key in _WINDOW},  # read together, by _window
-    "step_count_per_record": Always(
-        "the kit chooses the length of its files", lambda node: node.integer(1, 10**6)
-    ),
+    "step_count_per_record": Always("the kit chooses the length of its files", lambda node: node.integer(1, 10**6)),
     "dynamic_on": Refuse("the monitor is not switched while the job runs; write start_step", (False,)),
     "format": Via(_format),
     "print_struct": Refuse("training is never stopped for it; write dump: {task: structure}", (False,)),
@@ -183,7 +173,5 @@ MONITOR: Table = {
     "recording_l2_features": _METRICS,
     "sa_order": Refuse("attention is not looked into; leave it out", ("s,b,h,d",)),
     "params_effrank": _METRICS,
-    "monitors": Refuse(
-        "the file of the rewritten monitor is not read; write monitor: {activations: true, …}"
-    ),
+    "monitors": Refuse("the file of the rewritten monitor is not read; write monitor: {activations: true, …}"),
 }

@@ -33,9 +33,7 @@ def validate(node: Node) -> schema.ProbeConfig:
     config = schema.ProbeConfig(**_read(node, _TOP), source=node.context.source)
     if all(getattr(config, section) is None for section in schema.SECTIONS):
         sections = ", ".join(schema.SECTIONS)
-        raise node.context.error(
-            "", f"nothing asked: none of {sections}", "at least one, e.g. dump: {level: L0}"
-        )
+        raise node.context.error("", f"nothing asked: none of {sections}", "at least one, e.g. dump: {level: L0}")
     return config
 
 
@@ -108,9 +106,7 @@ def _dump(node: Node) -> schema.DumpConfig:
     config = schema.DumpConfig(**_read(node, _DUMP))
     if config.task == "structure" and (config.digest is not False or config.sketch):
         key = "digest" if config.digest is not False else "sketch"
-        raise node.context.error(
-            f"{node.path}.{key}", "has no values to work on: task is structure", "task statistics"
-        )
+        raise node.context.error(f"{node.path}.{key}", "has no values to work on: task is structure", "task statistics")
     return config
 
 
@@ -133,9 +129,7 @@ def _targets(node: Node) -> tuple[schema.Target, ...]:
 
 
 def _alert(node: Node) -> schema.Alert:
-    fields: dict[str, Any] = (
-        {"rule": node.choice(schema.RULES)} if isinstance(node.value, str) else _read(node, _ALERT)
-    )
+    fields: dict[str, Any] = {"rule": node.choice(schema.RULES)} if isinstance(node.value, str) else _read(node, _ALERT)
     if "rule" not in fields:
         raise node.error("has no rule", f"{{rule: one of {', '.join(schema.RULES)}, threshold: number}}")
     alert = schema.Alert(**fields)

@@ -88,9 +88,7 @@ def _network(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("network size and architecture")
     group.add_argument("--num-layers", type=int, required=True)
     group.add_argument("--hidden-size", type=int, required=True)
-    group.add_argument(
-        "--ffn-hidden-size", type=int, help="default 4*hidden, with --swiglu 4*hidden*2/3 in 64s"
-    )
+    group.add_argument("--ffn-hidden-size", type=int, help="default 4*hidden, with --swiglu 4*hidden*2/3 in 64s")
     group.add_argument("--num-attention-heads", type=int, required=True)
     group.add_argument("--kv-channels", type=int, help="default hidden/heads")
     group.add_argument("--group-query-attention", action="store_true", help="implied by --num-query-groups")
@@ -145,9 +143,7 @@ def _precision(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("mixed precision")
     group.add_argument("--bf16", action="store_true")
     group.add_argument("--fp16", action="store_true")
-    group.add_argument(
-        "--accumulate-allreduce-grads-in-fp32", action="store_true", help="always so with --bf16"
-    )
+    group.add_argument("--accumulate-allreduce-grads-in-fp32", action="store_true", help="always so with --bf16")
     group.add_argument("--attention-softmax-in-fp32", action="store_true")
     group.add_argument("--loss-scale", type=float, help="static; default: dynamic")
     group.add_argument("--initial-loss-scale", type=float, default=2.0**32)
@@ -209,9 +205,7 @@ def _recompute(parser: argparse.ArgumentParser) -> None:
 def _run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("logging")
     group.add_argument("--log-interval", type=int, default=100)
-    group.add_argument(
-        "--save-losses", metavar="FILE", help="JSON lines: iteration, loss, grad_norm, unrounded"
-    )
+    group.add_argument("--save-losses", metavar="FILE", help="JSON lines: iteration, loss, grad_norm, unrounded")
 
 
 # Common in command lines written for Megatron's own pretrain_gpt.py; here there is nothing they could change.

@@ -60,9 +60,7 @@ class Batches:
         """Tell the number of the sample in row `row` of a microbatch; `iteration` counts from 0."""
         args = self.args
         consumed = iteration * args.global_batch_size
-        return int(
-            consumed + (microbatch * args.data_parallel_size + self.here.dp) * args.micro_batch_size + row
-        )
+        return int(consumed + (microbatch * args.data_parallel_size + self.here.dp) * args.micro_batch_size + row)
 
     def iteration(self, iteration: int) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the microbatches of one iteration, as the schedule asks for them."""

@@ -93,9 +93,7 @@ def start_groups(args: Namespace) -> None:
 
 def _one_node() -> bool:
     world = os.environ["WORLD_SIZE"]
-    return world == os.environ.get(
-        "LOCAL_WORLD_SIZE", world if os.environ["MASTER_ADDR"] == "127.0.0.1" else ""
-    )
+    return world == os.environ.get("LOCAL_WORLD_SIZE", world if os.environ["MASTER_ADDR"] == "127.0.0.1" else "")
 
 
 def stop_groups() -> None:

@@ -57,9 +57,7 @@ def run(argv: Sequence[str], callbacks: Callbacks | None = None) -> Result:
         launch.stop_groups()
 
 
-def _train(
-    args: Namespace, config: Any, probe: Probe, device: torch.device, callbacks: Callbacks | None
-) -> Result:
+def _train(args: Namespace, config: Any, probe: Probe, device: torch.device, callbacks: Callbacks | None) -> Result:
     from msprobe_megatron.demo.data import Batches
     from msprobe_megatron.demo.model import build_chunks
     from msprobe_megatron.demo.optimizer import build_optimizer

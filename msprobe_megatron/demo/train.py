@@ -146,9 +146,7 @@ def _mean_loss(totals: list[Any]) -> float | None:
     if not totals:
         return None
     summed = torch.stack([total["lm loss"] for total in totals]).sum(0)
-    torch.distributed.all_reduce(
-        summed, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
+    torch.distributed.all_reduce(summed, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     return float(summed[0] / summed[1])
 
 

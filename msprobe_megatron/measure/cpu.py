@@ -121,8 +121,8 @@ def measure_cpu(x: torch.Tensor, times: int, floats: torch.Tensor, counts: torch
         n_nan, n_posinf, n_neginf, n_zero = n_nan * times, n_posinf * times, n_neginf * times, n_zero * times
     _pack_floats(mine.floats_host, 0, low, high, total, squares, high if high > -low else -low)
     _pack_counts(mine.counts_host, 0, n_nan, n_posinf, n_neginf, n_zero)
-    # Slots may be on an accelerator all the same (token ids, masks). CUDA stages so small a copy from pageable
-    # memory before it returns: it may be asynchronous though the scratch is written again soon.
+    # Slots may be on an accelerator all the same (token ids, masks). CUDA stages so small a copy from
+    # pageable memory before it returns: it may be asynchronous though the scratch is written again soon.
     floats.copy_(mine.floats, floats.is_cuda)
     counts.copy_(mine.counts, counts.is_cuda)
 

@@ -1,0 +1,1 @@
+"""Probes decide what is measured, and when: the only readers of the probe file's sections."""

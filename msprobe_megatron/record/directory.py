@@ -163,9 +163,7 @@ class RunDirectory:
         finally:
             os.close(descriptor)
         if written != len(line):
-            raise OSError(
-                f"{self.path / events.FILE_NAME}: {written} of {len(line)} bytes of an event were written"
-            )
+            raise OSError(f"{self.path / events.FILE_NAME}: {written} of {len(line)} bytes of an event were written")
 
     def _open_events(self) -> int:
         with contextlib.suppress(FileExistsError):

@@ -28,9 +28,7 @@ def read_events(root: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         event = _parse(line)
         if event is None:
-            text = (
-                f"{FILE_NAME}: line {number} is not a JSON object: {line[:80].decode('utf-8', 'replace')!r}"
-            )
+            text = f"{FILE_NAME}: line {number} is not a JSON object: {line[:80].decode('utf-8', 'replace')!r}"
             event = {"event": "unreadable", "line": number, "text": text}
         found.append(event)
     event = _parse(last)

@@ -1,0 +1,1 @@
+"""Formats what `analyse` found; computes nothing itself."""

@@ -34,9 +34,8 @@ def print_summary(summary: Summary, out: Console | None = None) -> None:
         f"{summary.world} ranks ({layout}), megatron-core {escape(versions.get('megatron-core', '?'))},"
         f" torch {escape(versions.get('torch', '?'))}"
     )
-    out.print(
-        f"{summary.rows:,} rows of {len(summary.ranks)} ranks, steps {span(summary.steps)}, {size(summary.bytes)} on disk"
-    )
+    steps = span(summary.steps)
+    out.print(f"{summary.rows:,} rows of {len(summary.ranks)} ranks, steps {steps}, {size(summary.bytes)} on disk")
     if summary.lines:
         out.print(_table(summary))
     for reason, count in sorted(summary.unmerged.items()):
@@ -51,16 +50,17 @@ def _table(summary: Summary) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("where")
     table.add_column("kind")
-    for name in ("names", "rows", "absmax", "norm", "zeros", "non-finite"):
+    for name in ("names", "tensors", "absmax", "norm", "zeros", "non-finite"):
         table.add_column(name, justify="right")
     previous = None
     for line in summary.lines:
         bad = Text(str(line.non_finite), style="bold red" if line.non_finite else "")
+        kind = line.kind if line.replicas_agree else f"{line.kind} (replicas differ)"
         table.add_row(
             escape(line.place) if line.place != previous else "",
-            line.kind,
+            kind,
             str(line.names),
-            str(line.rows),
+            str(line.tensors),
             number(line.absmax),
             number(line.norm),
             "" if line.zeros is None else f"{100 * line.zeros:.1f}%",

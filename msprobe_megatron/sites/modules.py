@@ -67,7 +67,13 @@ class ModuleSite:
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], sink: Sink, clock: Clock, where: Coordinates, fault: Fault, stacks: bool = True
+        self,
+        chunks: Sequence[nn.Module],
+        sink: Sink,
+        clock: Clock,
+        where: Coordinates,
+        fault: Fault,
+        stacks: bool = True,
     ) -> None:
         self._sink, self._clock, self._where, self._fault = sink, clock, where, fault
         self._stacks = stacks
@@ -160,7 +166,7 @@ class ModuleSite:
         if backward and tensor.requires_grad and torch.is_grad_enabled():
             place = self._place(watched, "gradient", io, path)
             if place is not None:
-                tensor.register_hook(self._gradient(place, moment))
+                tensor.register_hook(self._gradient(place, moment))  # type: ignore[no-untyped-call]
 
     def _gradient(self, place: Place, moment: Moment) -> Callable[[torch.Tensor], None]:
         this_round = self._round

@@ -61,7 +61,11 @@ _BY_CLASS: dict[str, dict[str, dict[str, str]]] = {
     "SharedExpertMLP": {"input": {"hidden_states": _HIDDEN}, "output": {"": _HIDDEN}},
     "TopKRouter": {"input": {"input": _HIDDEN}, "output": {"0": "S*b e", "1": "S*b e"}},
     "SequentialMLP": {
-        "input": {"permuted_local_hidden_states": "x/ep h", "permuted_probs": "x/ep", "tokens_per_expert": "e/ep"},
+        "input": {
+            "permuted_local_hidden_states": "x/ep h",
+            "permuted_probs": "x/ep",
+            "tokens_per_expert": "e/ep",
+        },
         "output": {"0": "x/ep h"},
     },
 }
@@ -149,29 +153,29 @@ def _listed(entry: NamedModule, io: str, path: str) -> str | None:
     return None
 
 
+# kind of linear layer -> (input, output); the second pair is for the experts' layers, whose tokens have no fixed order.
+_COLUMN = ((_HIDDEN, "s b f/tp"), ("x h", "x f/etp"))
+_ROW = (("s b f/tp", _HIDDEN), ("x f/etp", "x h"))
+
+
 def _linear(entry: NamedModule, io: str, path: str) -> str | None:
     """Column, row and vocabulary parallel layers: what is cut depends on how the layer was built."""
     kinds, module = _kinds(entry.module), entry.module
+    column = any(kind.endswith("ColumnParallelLinear") for kind in kinds)
+    row = any(kind.endswith("RowParallelLinear") for kind in kinds)
     if io == "output" and path not in ("", "0"):
         return None
-    experts = _inside_experts(entry)
-    if any(kind.endswith("ColumnParallelLinear") for kind in kinds):
-        if io == "input":
-            return "x h" if experts else _HIDDEN
-        if experts:
-            return "x f/etp:gated" if _gated(entry) else "x f/etp"
-        if getattr(module, "gather_output", False):
-            return "s b f"
-        return "s b f/tp:gated" if _gated(entry) else "s b f/tp"
-    if any(kind.endswith("RowParallelLinear") for kind in kinds):
-        if io == "input":
-            return "x f/etp" if experts else "s b f/tp"
-        return "x h" if experts else _HIDDEN
     if "VocabParallelEmbedding" in kinds:
-        if io == "input":
-            return _IDS
-        return _HIDDEN if getattr(module, "reduce_scatter_embeddings", False) else "b s h"
-    return None
+        scattered = getattr(module, "reduce_scatter_embeddings", False)
+        return _IDS if io == "input" else _HIDDEN if scattered else "b s h"
+    if not column and not row:
+        return None
+    text = (_COLUMN if column else _ROW)[_inside_experts(entry)][io == "output"]
+    if column and io == "output":
+        if getattr(module, "gather_output", False):
+            return text.partition("/")[0]
+        return f"{text}:gated" if _gated(entry) else text
+    return text
 
 
 def _gated(entry: NamedModule) -> bool:

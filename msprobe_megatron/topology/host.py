@@ -59,8 +59,21 @@ def versions() -> dict[str, str]:
     """Versions of everything that can change a number, of what is already imported."""
     from msprobe_megatron import __version__
 
-    found = {"msprobe_megatron": __version__, "python": platform.python_version(), "platform": platform.platform()}
-    for name in ("torch", "torch_npu", "numpy", "transformer_engine", "triton", "apex", "mindspeed", "mindspeed_llm"):
+    found = {
+        "msprobe_megatron": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+    for name in (
+        "torch",
+        "torch_npu",
+        "numpy",
+        "transformer_engine",
+        "triton",
+        "apex",
+        "mindspeed",
+        "mindspeed_llm",
+    ):
         version = getattr(sys.modules.get(name), "__version__", None)
         if version is not None:
             found[name] = str(version)

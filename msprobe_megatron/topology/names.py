@@ -53,10 +53,8 @@ def unwrap(chunk: nn.Module) -> nn.Module:
         >>> unwrap(torch.nn.Sequential())
         Sequential()
     """
-    inner = chunk
-    while type(inner).__name__ in _WRAPPERS and isinstance(getattr(inner, "module", None), nn.Module):
-        inner = inner.module
-    return inner
+    inner = getattr(chunk, "module", None) if type(chunk).__name__ in _WRAPPERS else None
+    return unwrap(inner) if isinstance(inner, nn.Module) else chunk
 
 
 # Wrappers that hold the model as `.module`. By name, because several packages have classes of these names and a

@@ -6,7 +6,13 @@ from msprobe_megatron.topology.names import NamedParameter
 from msprobe_megatron.topology.shards import Cut, Dim, ShardSpec
 
 # Experts of these classes keep all local experts in one tensor; their place in the whole is not a cut of a dimension.
-_GROUPED = ("GroupedMLP", "TEGroupedMLP", "TEGroupedLinear", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
+_GROUPED = (
+    "GroupedMLP",
+    "TEGroupedMLP",
+    "TEGroupedLinear",
+    "TEColumnParallelGroupedLinear",
+    "TERowParallelGroupedLinear",
+)
 
 
 def parameter_spec(entry: NamedParameter) -> ShardSpec:

@@ -24,7 +24,19 @@ class Place:
         place.layout((16, 2, 64))        # ("s[cp:zigzag] b h", (32, 2, 64))
     """
 
-    __slots__ = ("_layouts", "_local_shape", "_size", "_spec", "io", "kind", "name", "op", "path", "site", "vpp")
+    __slots__ = (
+        "_layouts",
+        "_local_shape",
+        "_size",
+        "_spec",
+        "io",
+        "kind",
+        "name",
+        "op",
+        "path",
+        "site",
+        "vpp",
+    )
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ An axis that is not named holds replicas. Pure functions: no Megatron and no com
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -114,9 +115,8 @@ class ShardSpec:
         for extent, dim in zip(shape, self.dims, strict=True):
             if any(cut.order == "unordered" for cut in dim.cuts):
                 return None
-            for cut in dim.cuts:
-                extent *= 1 if cut.order == "samples" else (size(cut.axis) or 1)
-            whole.append(int(extent))
+            cut_by = [size(cut.axis) or 1 for cut in dim.cuts if cut.order != "samples"]
+            whole.append(int(extent) * math.prod(cut_by))
         return tuple(whole)
 
 
@@ -135,9 +135,7 @@ def _parse_dim(word: str) -> Dim:
     return Dim(match[1], tuple(cuts))
 
 
-def cut(
-    whole: torch.Tensor, spec: ShardSpec, rank: Callable[[str], int], size: Callable[[str], int]
-) -> torch.Tensor:
+def cut(whole: torch.Tensor, spec: ShardSpec, rank: Callable[[str], int], size: Callable[[str], int]) -> torch.Tensor:
     """The part of `whole` that the rank at these coordinates holds.
 
     Example::

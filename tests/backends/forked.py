@@ -48,9 +48,7 @@ def _child(rank: int, world_size: int, store: str, function: Callable[[], Any], 
     try:
         sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank}
         os.environ.update({name: str(value) for name, value in sizes.items()})
-        dist.init_process_group(
-            "nccl", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
-        )
+        dist.init_process_group("nccl", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
         answer = {"result": function()}
         dist.barrier()
         code = 0
@@ -97,7 +95,5 @@ def _results(answers: list[bytes]) -> list[Any]:
         return [answer["result"] for answer in decoded]
     # A rank that raised explains those that hung; name it first.
     lines = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(decoded) if "error" in answer]
-    lines += [
-        f"rank {rank}: {answer['missing']}" for rank, answer in enumerate(decoded) if "missing" in answer
-    ]
+    lines += [f"rank {rank}: {answer['missing']}" for rank, answer in enumerate(decoded) if "missing" in answer]
     raise RankFailed("\n".join(lines))

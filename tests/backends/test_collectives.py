@@ -51,6 +51,27 @@ def _groups():
     return [dist.get_backend(), total.item(), dist.get_backend(pair) if rank < 2 else None]
 
 
+def _send_and_give_back():
+    """Megatron's `deallocate_pipeline_outputs`: the sender's memory goes while nobody has received yet."""
+    size = 1 << 22  # more than sockets buffer
+    if dist.get_rank() == 0:
+        tensor = torch.ones(size)
+        work = dist.isend(tensor, 1)
+        tensor.data = torch.empty(1)
+        others = [torch.full((size,), 7.0) for _ in range(4)]
+        dist.barrier()
+        work.wait()
+        return [float(other[0]) for other in others]
+    dist.barrier()
+    received = torch.zeros(size)
+    dist.recv(received, 0)
+    return [float(received.min()), float(received.max())]
+
+
+def test_memory_given_back_under_a_send_is_kept():
+    assert run_forked(2, _send_and_give_back)[1] == [1.0, 1.0]
+
+
 def test_uneven_all_gather():
     expected = [[0.0, 1.0, 2.0], [], [20.0, 21.0], [0.0], [1.0], [2.0]]
     assert run_forked(3, _uneven_all_gather) == [expected] * 3

@@ -76,9 +76,7 @@ def _attend(size, kind, mask=None, **config):
     attention = DotProductAttention(settings, 1, AttnMaskType[kind], "self")
     assert settings.context_parallel_size == size
     seen = []
-    attention.scale_mask_softmax.register_forward_pre_hook(
-        lambda module, args: seen.append(list(args[0].shape))
-    )
+    attention.scale_mask_softmax.register_forward_pre_hook(lambda module, args: seen.append(list(args[0].shape)))
     here = local_positions(S, ps.get_context_parallel_rank(), size)
     local = {name: torch.tensor(array, dtype=torch.float32)[here] for name, array in _inputs().items()}
     leaves = [local[name].requires_grad_() for name in ("query", "key", "value")]
@@ -92,9 +90,7 @@ def _check(size, expected, results):
     for result in results:
         assert result["scores"] == [[B, H, S // size, S]]
         for name, array in expected.items():
-            np.testing.assert_allclose(
-                result[name], array[result["positions"]], rtol=1e-4, atol=1e-5, err_msg=name
-            )
+            np.testing.assert_allclose(result[name], array[result["positions"]], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 CAUSAL = ~np.tri(S, dtype=bool)

@@ -139,16 +139,12 @@ def test_data_helpers_are_compiled_for_this_interpreter(monkeypatch, tmp_path):
     module.__file__ = str(tmp_path / "utils.py")
     module.compile_helpers = lambda: pytest.fail("the suffix would be that of another Python")
     calls = []
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, **options: calls.append((command, options["check"]))
-    )
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: calls.append((command, options["check"])))
     there = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there else None)
     megatron_fixes.FIXES["megatron.core.datasets.utils"](module)
     module.compile_helpers()
-    assert calls == [
-        (["make", "-C", str(tmp_path), f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"], True)
-    ]
+    assert calls == [(["make", "-C", str(tmp_path), f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"], True)]
     there.append(True)
     module.compile_helpers()
     assert len(calls) == 1

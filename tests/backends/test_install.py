@@ -28,9 +28,7 @@ def test_never_beside_an_accelerator(monkeypatch, device):
 
 
 def _python(*lines):
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", "\n".join(lines)], capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", "\n".join(lines)], capture_output=True, text=True)
 
 
 def test_too_late_is_refused_and_leaves_torch_alone():

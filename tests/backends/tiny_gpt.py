@@ -170,8 +170,7 @@ def _wrapped(layout: Layout, config: TransformerConfig, chunks: list[GPTModel]) 
         bucket_size=1000 if layout.overlap else None,
     )
     models = [
-        DistributedDataParallel(config, ddp_config, Float16Module(config, chunk) if half else chunk)
-        for chunk in chunks
+        DistributedDataParallel(config, ddp_config, Float16Module(config, chunk) if half else chunk) for chunk in chunks
     ]
     options = OptimizerConfig(
         optimizer="adam",
@@ -240,8 +239,6 @@ def _forward_backward(layout: Layout, models: list[Any]) -> list[dict[str, torch
 
 def _mean_loss(results: list[dict[str, torch.Tensor]]) -> float:
     """Average over microbatches and ranks; only the last stage has results, but every rank is told."""
-    total = torch.tensor(
-        [sum(float(result["loss"]) for result in results), float(len(results))], dtype=torch.float64
-    )
+    total = torch.tensor([sum(float(result["loss"]) for result in results), float(len(results))], dtype=torch.float64)
     dist.all_reduce(total)
     return float(total[0] / total[1])

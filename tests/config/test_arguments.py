@@ -129,9 +129,7 @@ def test_load_config(tmp_path):
     path.write_text("output: from_file\nsteps: [1]\ndump: {}")
     config = read("--msprobe-config", str(path)).load_config()
     assert (config.output, config.steps.describe(), config.strict) == (Path("from_file"), "1", False)
-    flags = read(
-        "--msprobe-config", str(path), "--msprobe-steps", "5-6", "--msprobe-strict", MSPROBE_OUTPUT="env_out"
-    )
+    flags = read("--msprobe-config", str(path), "--msprobe-steps", "5-6", "--msprobe-strict", MSPROBE_OUTPUT="env_out")
     config = flags.load_config()
     assert (config.output, config.steps.describe(), config.strict) == (Path("env_out"), "5-6", True)
 
@@ -145,9 +143,7 @@ def test_load_config_passes_availability_on(tmp_path):
 
 
 def test_load_config_when_not_armed():
-    with pytest.raises(
-        ConfigError, match=r"--msprobe-config: no probe file is named; accepted: .*MSPROBE_CONFIG"
-    ):
+    with pytest.raises(ConfigError, match=r"--msprobe-config: no probe file is named; accepted: .*MSPROBE_CONFIG"):
         Flags().load_config()
 
 

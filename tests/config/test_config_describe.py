@@ -4,9 +4,7 @@ from msprobe_megatron.config import describe
 
 
 def test_small_file(probe):
-    text = describe(
-        probe("steps: [10, 20-22]\nranks: {tp: 0}\ndump: {list: [mlp], data_mode: [forward, input]}")
-    )
+    text = describe(probe("steps: [10, 20-22]\nranks: {tp: 0}\ndump: {list: [mlp], data_mode: [forward, input]}"))
     assert text.splitlines() == [
         "probe.yaml",
         "  output   probe_out",
@@ -37,8 +35,7 @@ strict: true
     for part in (
         "tensor of modules and API calls (mix): all data of all names, digest sum64, sketch of 8,"
         " microbatches 0, layers 0-3, from a to b, without stacks",
-        "gradients, optimizer, parameters of 2 targets, every 5 steps, as parquet;"
-        " alerts: nonfinite, spike 0.5",
+        "gradients, optimizer, parameters of 2 targets, every 5 steps, as parquet; alerts: nonfinite, spike 0.5",
         "check by bit_noise in backward of softmax, thresholds from 15 steps",
         "checks   replicas, collectives",
         "recorder last 2 steps, on signal",

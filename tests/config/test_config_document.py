@@ -50,9 +50,7 @@ def test_keys_are_words():
     assert parse("on: 1\n2: 3\nnull: 4") == {"on": 1, "2": 3, "null": 4}
 
 
-@pytest.mark.parametrize(
-    "text", ["{'on': 1}", "on: 1\n", "---\non: 1\n...\n", "\ufeffon: 1", "# comment\non: 1"]
-)
+@pytest.mark.parametrize("text", ["{'on': 1}", "on: 1\n", "---\non: 1\n...\n", "\ufeffon: 1", "# comment\non: 1"])
 def test_forms_of_one_document(text, tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text(text, encoding="utf-8")

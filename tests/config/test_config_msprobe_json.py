@@ -261,9 +261,7 @@ def test_the_known_schema_is_covered():
     assert set(common.split()) <= set(COMMON)
     statistics = "scope list tensor_list data_mode summary_mode slice request_id"
     assert set(statistics.split()) <= set(BLOCKS["statistics"])
-    tensor = (
-        "scope list data_mode summary_mode slice request_id bench_path diff_nums file_format backward_input"
-    )
+    tensor = "scope list data_mode summary_mode slice request_id bench_path diff_nums file_format backward_input"
     assert set(tensor.split()) <= set(BLOCKS["tensor"])
     benchmark = "scope list fuzz_device pert_mode handler_type fuzz_level fuzz_stage if_preheat"
     benchmark += " preheat_step max_sample"
@@ -333,9 +331,7 @@ def test_ranks_of_a_translated_file_name_their_key(probe):
 
 
 def test_notes_tell_of_what_was_changed(probe):
-    config = probe(
-        '{"statistics": {"summary_mode": "xor", "list": ["Module.a.b.C.forward.0"]}}', "config.json"
-    )
+    config = probe('{"statistics": {"summary_mode": "xor", "list": ["Module.a.b.C.forward.0"]}}', "config.json")
     text = "\n".join(config.notes)
     assert "statistics.summary_mode: xor is taken as digest: true" in text
     assert "statistics.list[0]: Module.a.b.C.forward.0 is taken as a.b" in text

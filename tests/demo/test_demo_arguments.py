@@ -166,8 +166,6 @@ def test_help_lists_the_kits_flags_and_an_example() -> None:
 
 
 def test_flags_of_megatrons_own_script_are_accepted() -> None:
-    flags = (
-        "--mock-data --tokenizer-type NullTokenizer --split 99,1,0 --transformer-impl local --num-workers 0 "
-    )
+    flags = "--mock-data --tokenizer-type NullTokenizer --split 99,1,0 --transformer-impl local --num-workers 0 "
     flags += "--distributed-backend gloo --no-persist-layer-norm --use-cpu-initialization --eval-iters 0"
     assert parse([*BASE, *flags.split()]).transformer_impl == "local"

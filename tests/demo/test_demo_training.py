@@ -56,10 +56,7 @@ def test_bad_layout_under_torchrun_is_one_line_and_no_traceback(tmp_path: Path) 
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *SCRIPT]
     done = launch(torchrun, [*BASE, "--pipeline-model-parallel-size", "4"], tmp_path)
     assert done.returncode != 0
-    assert (
-        done.stderr.count("pretrain_gpt.py: error: world size (2) is not divisible by total model size (4")
-        == 1
-    )
+    assert done.stderr.count("pretrain_gpt.py: error: world size (2) is not divisible by total model size (4") == 1
     assert "msprobe_megatron/demo" not in done.stderr, "a traceback of the demo"
 
 

@@ -109,12 +109,7 @@ def test_distribution_of_the_weights() -> None:
 
 
 def test_generator_depends_on_seed_and_key_only() -> None:
-    draw = [
-        torch.rand(4, generator=generator(*key))
-        for key in ((1, "a"), (1, "a"), (2, "a"), (1, "b"), (1, "a", 0))
-    ]
+    draw = [torch.rand(4, generator=generator(*key)) for key in ((1, "a"), (1, "a"), (2, "a"), (1, "b"), (1, "a", 0))]
     assert torch.equal(draw[0], draw[1])
     assert not any(torch.equal(draw[0], other) for other in draw[2:])
-    assert not torch.equal(
-        Initial(1, 0.02, 4).whole("a.weight", (8,)), Initial(2, 0.02, 4).whole("a.weight", (8,))
-    )
+    assert not torch.equal(Initial(1, 0.02, 4).whole("a.weight", (8,)), Initial(2, 0.02, 4).whole("a.weight", (8,)))

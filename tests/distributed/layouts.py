@@ -36,14 +36,17 @@ LAYOUTS = {
     "pp2_vpp2": Layout(2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "tp2_pp2": Layout(4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     "dp2": Layout(2, ""),
-    "dp2_distopt": Layout(2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"),
+    "dp2_distopt": Layout(
+        2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
+    ),
     "cp2": Layout(2, "--context-parallel-size 2"),
     "moe": Layout(1, _MOE, "moe"),
     "ep2": Layout(2, _MOE + " --expert-model-parallel-size 2", "moe"),
     "recompute": Layout(1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "pp2_recompute": Layout(
         2,
-        "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform"
+        " --recompute-num-layers 1",
     ),
 }
 

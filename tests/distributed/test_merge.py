@@ -12,7 +12,10 @@ _KINDS = ("activation", "gradient", "parameter", "grad_reduced")
 
 
 def tensors(path, step):
-    columns = "microbatch, phase, kind, name, io, path, numel, min, max, sum, sumsq, absmax, n_zero, n_nan, global_shape, replicas_agree, reason"
+    columns = (
+        "microbatch, phase, kind, name, io, path, numel, min, max, sum, sumsq, absmax, n_zero, n_nan, global_shape,"
+        " replicas_agree, reason"
+    )
     rows = merged(open_run(path), step).filter("kind <> 'loss' and phase <> 'recompute'").project(columns).fetchall()
     return {row[:6]: row[6:] for row in rows}
 

@@ -58,9 +58,7 @@ def test_write_replaces_and_returns_the_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["fill", "fsync", "rename"])
 @pytest.mark.parametrize("existing", [False, True])
-def test_whole_or_absent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, existing: bool
-) -> None:
+def test_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, existing: bool) -> None:
     directory = RunDirectory.create(tmp_path / "run")
     directory.write_json("step_000001/other.json", {})
     if existing:
@@ -161,9 +159,7 @@ def test_root_swapped_for_a_link_later_is_not_followed(tmp_path: Path) -> None:
     assert tree(tmp_path / "other") == set() and tree(tmp_path / "moved") == {"run.json"}
 
 
-@pytest.mark.parametrize(
-    "name", ["../x", "a/../x", "/etc/x", "", "a//b", ".hidden", "a/.", "a b", "x\0y", "n" * 300]
-)
+@pytest.mark.parametrize("name", ["../x", "a/../x", "/etc/x", "", "a//b", ".hidden", "a/.", "a b", "x\0y", "n" * 300])
 def test_odd_names_are_refused(tmp_path: Path, name: str) -> None:
     directory = RunDirectory.create(tmp_path / "run")
     with pytest.raises(RunDirectoryError, match="accepted: letters"):

@@ -80,9 +80,7 @@ def test_round_trip_of_ugly_rows(tmp_path: Path) -> None:
 def test_only_the_named_file_appears(tmp_path: Path) -> None:
     rows, floats, counts = ugly_rows()
     directory = RunDirectory.create(tmp_path / "run")
-    directory.write_table(
-        "step_000010/rank_00003/records.parquet", build_table(1, rows, floats, counts, IDENTITY)
-    )
+    directory.write_table("step_000010/rank_00003/records.parquet", build_table(1, rows, floats, counts, IDENTITY))
     files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if not path.is_dir()]
     assert files == ["run/step_000010/rank_00003/records.parquet"]
 

@@ -220,9 +220,7 @@ def test_forked_child_refuses_without_touching_a_lock(gate: Gate, faults: list[B
     assert sorted(p.name for p in gate.path.iterdir()) == ["step_000006"]
 
 
-def test_sites_changed_after_submit_do_not_unbalance_the_queue(
-    gate: Gate, faults: list[BaseException]
-) -> None:
+def test_sites_changed_after_submit_do_not_unbalance_the_queue(gate: Gate, faults: list[BaseException]) -> None:
     writer = Writer(gate, IDENTITY, 1 << 20, faults.append)
     late = batch()
     writer.submit(late)

@@ -8,9 +8,9 @@ device.
     from megatron.core import parallel_state
 
 Known limits: no CUDA graphs, no kernels of TransformerEngine, Apex or triton; processes that multiprocessing
-spawns (Megatron-LM's torch_dist checkpoints do) start without the emulation, so save with `--ckpt-format torch`;
-pipelines of two stages with virtual stages need `overlap_p2p_comm`, which Megatron-LM checks and megatron-core
-does not.
+spawns (Megatron-LM's torch_dist checkpoints do) start without the emulation, so save with `--ckpt-format
+torch`; pipelines of two stages with virtual stages need `overlap_p2p_comm`, which Megatron-LM checks and
+megatron-core does not.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def _refuse_beside_accelerator() -> None:
 
 
 def _refuse_after_megatron() -> None:
-    late = sorted(
-        name for name in sys.modules if name == "megatron.core" or name.startswith("megatron.core.")
-    )
+    late = sorted(name for name in sys.modules if name == "megatron.core" or name.startswith("megatron.core."))
     if late:
         raise BackendError(
             f"backends.cpu.install: called too late, {late[0]} is already imported; "

@@ -1,5 +1,5 @@
-"""NCCL calls as gloo understands them: the backend's name, arguments only NCCL knows, memory that is given back
-under a running send, and the uneven sizes that MoE dispatchers use.
+"""NCCL calls as gloo understands them: the backend's name, arguments only NCCL knows, memory that is given
+back under a running send, and the uneven sizes that MoE dispatchers use.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         kwargs.pop("device_id", None)
-        return original(
-            None if ranks is None else list(ranks), timeout, _gloo(backend), None, *args, **kwargs
-        )
+        return original(None if ranks is None else list(ranks), timeout, _gloo(backend), None, *args, **kwargs)
 
     return new_group
 
@@ -86,9 +84,7 @@ def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,  # noqa: A002
     ) -> Any:
-        return original(
-            output, input, _as_ints(output_split_sizes), _as_ints(input_split_sizes), *args, **kwargs
-        )
+        return original(output, input, _as_ints(output_split_sizes), _as_ints(input_split_sizes), *args, **kwargs)
 
     return all_to_all_single
 
@@ -134,8 +130,8 @@ def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _isend(original: Callable[..., Any]) -> Callable[..., Any]:
     def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Megatron gives an output's memory back (`out.data = ...`) once its send is under way. NCCL has it ordered on
-        # a stream; gloo would send freed memory. The alias keeps it until the send is done.
+        # Megatron gives an output's memory back (`out.data = ...`) once its send is under way. NCCL has it
+        # ordered on a stream; gloo would send freed memory. The alias keeps it until the send is done.
         return original(tensor.detach(), *args, **kwargs)
 
     return isend

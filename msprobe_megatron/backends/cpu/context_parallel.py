@@ -107,9 +107,7 @@ def fix(module: ModuleType) -> None:
         finally:
             config.context_parallel_size = asked
         if asked > 1 and getattr(self.scale_mask_softmax, "window_size", None) is not None:
-            raise NotImplementedError(
-                "context parallelism on CPU: a sliding window (window_size) is not supported"
-            )
+            raise NotImplementedError("context parallelism on CPU: a sliding window (window_size) is not supported")
 
     @functools.wraps(attend)
     def forward(

@@ -112,9 +112,7 @@ def _datasets_utils(module: ModuleType) -> None:
             return
         path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
-        subprocess.run(
-            ["make", "-C", folder, f"LIBEXT={suffix}"], env={**os.environ, "PATH": path}, check=True
-        )
+        subprocess.run(["make", "-C", folder, f"LIBEXT={suffix}"], env={**os.environ, "PATH": path}, check=True)
         importlib.invalidate_caches()
 
     module.__dict__["compile_helpers"] = compile_helpers
