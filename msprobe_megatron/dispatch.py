@@ -7,25 +7,22 @@ there is one set of patches and a table from model chunks to sessions.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from msprobe_megatron.patching import PatchSet, declared
 from msprobe_megatron.topology import names
 
-if TYPE_CHECKING:
-    from msprobe_megatron.session import Session
-
 
 class Dispatcher:
     """Routes the process-wide schedule patches to the session whose model is running."""
 
     def __init__(self) -> None:
-        self._by_chunk: dict[int, Session] = {}
+        self._by_chunk: dict[int, Any] = {}
         self._patches: PatchSet | None = None
 
-    def add(self, session: Session, chunks: Iterable[int]) -> None:
+    def add(self, session: Any, chunks: Iterable[int]) -> None:
         """Route the chunks with these identities to `session`; the first one brings the patches."""
         if self._patches is None:
             self._patches = PatchSet(declared("functions"), self)
@@ -33,7 +30,7 @@ class Dispatcher:
         self._patches.verify()
         self._by_chunk.update(dict.fromkeys(chunks, session))
 
-    def remove(self, session: Session) -> None:
+    def remove(self, session: Any) -> None:
         """Forget a session; the last one takes the patches with it."""
         self._by_chunk = {key: value for key, value in self._by_chunk.items() if value is not session}
         if not self._by_chunk and self._patches is not None:
@@ -47,7 +44,7 @@ class Dispatcher:
         """What became of the patches."""
         return self._patches.ledger() if self._patches is not None else []
 
-    def session_of(self, model: Any) -> Session | None:
+    def session_of(self, model: Any) -> Any | None:
         """The session that watches this model (a chunk, or the list of chunks of a schedule)."""
         chunk = model[0] if isinstance(model, list | tuple) and model else model
         found = self._by_chunk.get(id(chunk))

@@ -96,6 +96,9 @@ class Session:
         self._next = _NEVER
         output = Path(config.output) / tag if tag else Path(config.output)
         self.directory = RunDirectory.create(output)
+        if self.selected or self.where.rank == 0:
+            # Before anything is written: a directory that holds a run is refused, never mixed.
+            self.directory.claim_rank(self.where.rank)
         if self.where.rank == 0:
             self.directory.write_json("run.json", facts.run_facts(config, self.where, chunks, arguments, tag))
         if self.selected:
@@ -106,7 +109,6 @@ class Session:
         dump = config.dump
         if dump is None:
             raise ConfigError(f"{config.source}: dump: missing; accepted: a section that says what to record")
-        self.directory.claim_rank(self.where.rank)
         device = backends.select()
         budget = config.limits.host_memory
         slots = SlotTable(
@@ -236,6 +238,8 @@ class Session:
     def optimizer_begin(self) -> None:
         """The outermost optimizer is about to step."""
         if self._recording:
+            # Gradient buffers are written by collectives and fused kernels, which no version counter tells of.
+            self.memory_changed()
             self._parameters.collect()
 
     def optimizer_end(self) -> None:

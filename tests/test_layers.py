@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "topology": {"config"},
     "facts": {"config", "topology"},
     "patching": {"config", "importing"},
+    "dispatch": {"patching", "topology"},
     "backends": {"config", "importing", "patching"},
     "dry_run": {"backends", "patching"},
     "arguments": {"config", "importing", "patching"},
@@ -36,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"analyse", "config", "topology"},
 }
 # These sit on top of all rooms and put them together.
-TOP = {"__init__", "__main__", "session", "arming", "cli", "run", "adaptor", "demo"}
+TOP = {"__init__", "__main__", "session", "arming", "cli", "commands", "run", "adaptor", "demo"}
 # What the package's __init__ hands out lazily, and the room it really is in.
 HANDED_OUT = {"attach": "session", "Session": "session"}
 
