@@ -19,7 +19,7 @@ from msprobe_megatron.patching import PatchError, PatchSet, declared
 from msprobe_megatron.record.directory import RunDirectoryError
 from msprobe_megatron.topology.coordinates import environment_rank
 
-_CANNOT = (ConfigError, PatchError, RunDirectoryError, backends.BackendError)
+CANNOT = (ConfigError, PatchError, RunDirectoryError, backends.BackendError)
 _armed: Armed | None = None
 
 
@@ -43,7 +43,7 @@ class Armed:
 
         try:
             self.session = attach(model, optimizer, self.config)
-        except _CANNOT as error:
+        except CANNOT as error:
             refuse(error)
 
     def optimizer_ready(self, chunks: Sequence[Any], optimizer: Any) -> None:
@@ -69,7 +69,7 @@ def arm(flags: Flags | None = None) -> Armed:
             from msprobe_megatron.backends import cpu
 
             cpu.install()
-    except _CANNOT as error:
+    except CANNOT as error:
         refuse(error)
     _armed = Armed(flags, config)
     return _armed

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from msprobe_megatron.config import ProbeConfig
+from msprobe_megatron.config import ProbeConfig, StepSelection
 from msprobe_megatron.topology import host, names
 from msprobe_megatron.topology.activations import ChunkLayout
 from msprobe_megatron.topology.coordinates import Coordinates, all_ranks
@@ -79,4 +79,23 @@ def chunk_facts(chunks: Sequence[nn.Module]) -> list[dict[str, Any]]:
                 "last": layout.post_process,
             }
         )
+    return found
+
+
+def missing_steps(asked: StepSelection, recorded: Sequence[int], last: int, *, selects_nothing: bool) -> list[str]:
+    """What was asked and did not happen on a rank whose last step was `last`, in words for the user.
+
+    Example::
+
+        missing_steps(parse_steps("1,40"), [1], 3, selects_nothing=False)
+        # ["step 40 was asked for and never reached; last step was 3"]
+    """
+    found = []
+    following = asked.next_from(max(recorded) + 1) if recorded else None
+    if not recorded:
+        found.append(f"no step was recorded; asked: {asked.describe()}, last step was {last}")
+    elif following is not None and asked.is_finite:
+        found.append(f"step {following} was asked for and never reached; last step was {last}")
+    if selects_nothing:
+        found.append("no module or parameter of this rank is selected")
     return found

@@ -23,6 +23,7 @@ from msprobe_megatron.arguments import Flags, from_command_line
 from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.config import ConfigError, ProbeConfig, load
 from msprobe_megatron.dispatch import DISPATCHER
+from msprobe_megatron.facts import missing_steps
 from msprobe_megatron.patches.optimizer import wrap_step
 from msprobe_megatron.patching import PatchSet, declared
 from msprobe_megatron.probes.dump import DumpProbe
@@ -128,6 +129,7 @@ class Session:
             self._undo = wrap_step(self._optimizer, self)
         self._next = _or_never(config.steps.next_from(0))
         atexit.register(self.close)
+        self._tell(f"recording {dump.level} {dump.task} of steps {config.steps.describe()} into {self.directory.path}")
 
     def _refuse_empty(self) -> None:
         """A pattern without a match is an error where it can be known: when no other stage can have the name."""
@@ -293,6 +295,11 @@ class Session:
         except OSError as error:
             self.faults.append(f"events: {error}")
 
+    def _tell(self, text: str) -> None:
+        """One line on rank 0's standard output, where it lands in the job's log."""
+        if self.where.rank == 0:
+            print(f"msprobe: {text}", flush=True)
+
     def close(self) -> None:
         """Write what is left, put everything back, leave the ledger. Safe to call twice."""
         if self.closed:
@@ -309,6 +316,8 @@ class Session:
         self.writer.close()
         for text in self.not_happened():
             self._say(text, "not_happened")
+        done = f"{len(self.steps_recorded)} steps recorded"
+        self._tell(f"{done}; look at them: msprobe-megatron summary {self.directory.path}")
         try:
             self._write_rank_file()
         except Exception as error:
@@ -316,28 +325,15 @@ class Session:
 
     def not_happened(self) -> list[str]:
         """What was asked and did not happen, as far as this rank can know."""
-        missing = []
-        if not self.steps_recorded:
-            missing.append(
-                f"no step was recorded; asked: {self.config.steps.describe()}, last step was {self._last_step}"
-            )
-        elif self._next != _NEVER and self.config.steps.is_finite:
-            missing.append(f"step {self._next} was asked for and never reached; last step was {self._last_step}")
-        if not self._modules.watched and not len(self._parameters):
-            missing.append("no module or parameter of this rank is selected")
-        return missing
+        nothing = not self._modules.watched and not len(self._parameters)
+        return missing_steps(self.config.steps, self.steps_recorded, self._last_step, selects_nothing=nothing)
 
     def ledger(self) -> dict[str, Any]:
         """What was asked, bound, fired and written on this rank."""
         return {
-            "asked": {
-                "steps": self.config.steps.describe(),
-                "list": list(self.config.dump.list if self.config.dump else ()),
-            },
+            **self.probe.ledger(),
+            "asked": {"steps": self.config.steps.describe(), "ranks": self.config.ranks.describe()},
             "bound": {"modules": len(self._modules.watched), "parameters": len(self._parameters)},
-            "unmatched": self.probe.unmatched(),
-            "fired": dict(self.probe.fired),
-            "unmeasured": self.probe.unmeasured,
             "written": self.writer.counts.as_dict(),
             "steps": self.steps_recorded,
             "schedules": sorted(self._schedules),

@@ -95,12 +95,12 @@ class Probe:
         if self._config is None:
             return nullcontext()
         from msprobe_megatron import attach
-        from msprobe_megatron.config.errors import ConfigError
+        from msprobe_megatron.arming import CANNOT
 
         try:
             return closing(attach(chunks, optimizer, self._config, arguments=self._args))
-        except ConfigError as fault:
-            refuse(str(fault))
+        except CANNOT as fault:
+            refuse(f"msprobe: {fault}")
 
 
 if __name__ == "__main__":

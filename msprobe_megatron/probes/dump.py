@@ -107,6 +107,15 @@ class DumpProbe:
             )
         )
 
+    def ledger(self) -> dict[str, Any]:
+        """What fired, and what could not be measured or matched."""
+        return {
+            "unmatched": self.unmatched(),
+            "fired": dict(self.fired),
+            "unmeasured": self.unmeasured,
+            "no_room": self._slots.dropped,
+        }
+
     def memory_changed(self) -> None:
         """Something was written that version counters do not tell of: measure everything anew."""
         self._seen.invalidate()

@@ -1,14 +1,16 @@
 """The random numbers of "cuda" are those of the CPU generator: dropout and initialisation draw from it, so
-Megatron's tracker has to save and restore that very state. Draws that a real device would not see (a data
-loader's seed) move it too: a resumed run with dropout is not bit for bit the uninterrupted one.
+Megatron's tracker has to save and restore that very state. A data loader's seed, which a real device would not see,
+is drawn without moving it: only one rank of a TP group loads data, and the others must drop the same elements.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.data.dataloader
 
 from .substitute import substitute
 
@@ -47,6 +49,26 @@ def _call_now(callable: Callable[[], Any], **kwargs: Any) -> None:  # noqa: A002
     callable()
 
 
+def _without_moving(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A constructor that leaves the generator as it found it."""
+
+    def construct(*args: Any, **kwargs: Any) -> Any:
+        state = torch.get_rng_state()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            torch.set_rng_state(state)
+
+    return construct
+
+
+class _NotAFault(logging.Filter):
+    """Megatron warns when host numbers are drawn where device numbers should be; here they are the same ones."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
 def install() -> None:
     """Replace the seeding functions.
 
@@ -62,3 +84,6 @@ def install() -> None:
     substitute(owners, "manual_seed_all", _seed)
     substitute(owners, "_lazy_call", _call_now)
     torch.cuda.default_generators = _Generators()  # type: ignore[assignment]
+    loader = torch.utils.data.dataloader._BaseDataLoaderIter
+    substitute((loader,), "__init__", _without_moving(loader.__init__))
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_NotAFault())
