@@ -120,6 +120,7 @@ PYTHON
 # "absent", "there VERSION" or "broken REASON".
 _setup_torch_state() {
     _setup_ask - <<'PYTHON'
+import importlib.metadata
 import importlib.util
 
 if importlib.util.find_spec("torch") is None:
@@ -128,7 +129,8 @@ else:
     try:
         import torch
 
-        print("there", torch.__version__)
+        # Not torch.__version__: the constraint has to name what pip knows, which may lack the "+cu130".
+        print("there", importlib.metadata.version("torch"))
     except BaseException as error:
         print("broken", type(error).__name__, *str(error).split())
 PYTHON
