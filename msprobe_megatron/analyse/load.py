@@ -85,7 +85,7 @@ def open_run(path: str | Path) -> Run:
             if file.is_file():
                 run.files.append((int(step[1]), int(rank[1]), file))
             else:
-                run.problems.append(f"{rank_dir}: no records.parquet")
+                run.problems.append(f"{rank_dir.relative_to(root)}: no records.parquet")
     run.problems.extend(_missing(run))
     return run
 

@@ -77,7 +77,7 @@ def summarise(run: Run, step: int | None = None) -> Summary:
     return Summary(
         path=str(run.path),
         world=int(run.facts.get("world", 1)),
-        sizes={axis: size for axis, size in run.sizes.items() if size > 1},
+        sizes=_used(run.sizes),
         versions=dict(run.facts.get("versions", {})),
         steps=sorted({number for number, _, _ in chosen}),
         ranks=sorted({rank for _, rank, _ in chosen}),
@@ -87,6 +87,12 @@ def summarise(run: Run, step: int | None = None) -> Summary:
         unmerged=unmerged,
         warnings=warnings(run),
     )
+
+
+def _used(sizes: dict[str, int]) -> dict[str, int]:
+    """Axes that are used. Megatron gives experts the TP size and the rest of the data parallel one by default."""
+    implied = {"etp": sizes.get("tp", 1), "edp": sizes.get("dp", 1) * sizes.get("cp", 1)}
+    return {axis: size for axis, size in sizes.items() if size > 1 and implied.get(axis) != size}
 
 
 def _lines(rows: list[tuple[Any, ...]]) -> list[Line]:

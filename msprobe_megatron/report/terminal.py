@@ -31,11 +31,13 @@ def print_summary(summary: Summary, out: Console | None = None) -> None:
     versions = summary.versions
     out.print(f"[bold]{escape(summary.path)}[/bold]")
     out.print(
-        f"{summary.world} ranks ({layout}), megatron-core {escape(versions.get('megatron-core', '?'))},"
+        f"{plural(summary.world, 'rank')} ({layout}), megatron-core {escape(versions.get('megatron-core', '?'))},"
         f" torch {escape(versions.get('torch', '?'))}"
     )
     steps = span(summary.steps)
-    out.print(f"{summary.rows:,} rows of {len(summary.ranks)} ranks, steps {steps}, {size(summary.bytes)} on disk")
+    out.print(
+        f"{summary.rows:,} rows of {plural(len(summary.ranks), 'rank')}, steps {steps}, {size(summary.bytes)} on disk"
+    )
     if summary.lines:
         out.print(_table(summary))
     for reason, count in sorted(summary.unmerged.items()):
@@ -75,18 +77,26 @@ def print_ledger(lines: Sequence[dict[str, Any]], title: str, out: Console | Non
     out = out if out is not None else console()
     out.print(f"[bold]{escape(title)}[/bold]")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("patch", "phase", "state", "fired", "why or why not"):
-        table.add_column(name, overflow="fold")
+    for name in ("patch", "phase", "state", "fired"):
+        table.add_column(name, no_wrap=True, justify="right" if name == "fired" else "left")
     for line in lines:
         style = {"bound": "green", "absent": "yellow", "left": "yellow"}.get(line["state"], "")
-        table.add_row(
-            escape(line["id"]),
-            line["phase"],
-            Text(line["state"], style=style),
-            str(line["fired"]),
-            escape(line["reason"] or line["why"]),
-        )
+        table.add_row(escape(line["id"]), line["phase"], Text(line["state"], style=style), str(line["fired"]))
     out.print(table)
+    for line in lines:
+        if line["reason"]:
+            out.print(f"{escape(line['id'])}: {escape(line['reason'])}")
+
+
+def plural(count: int, word: str) -> str:
+    """A count with its word.
+
+    Example::
+
+        >>> plural(1, "rank"), plural(4, "rank")
+        ('1 rank', '4 ranks')
+    """
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
 def number(value: float | None) -> str:

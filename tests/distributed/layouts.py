@@ -34,6 +34,7 @@ LAYOUTS = {
     "tp2_sp": Layout(2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2": Layout(2, "--pipeline-model-parallel-size 2"),
     "pp2_vpp2": Layout(2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "pp2_uneven": Layout(2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"),
     "tp2_pp2": Layout(4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     "dp2": Layout(2, ""),
     "dp2_distopt": Layout(

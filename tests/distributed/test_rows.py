@@ -72,6 +72,12 @@ def test_virtual_stages_are_told_apart(jobs):
     assert where == {0: (0, 0), 1: (1, 0), 2: (0, 1), 3: (1, 1)}
 
 
+def test_uneven_stages_have_global_layer_numbers(jobs):
+    out, _ = jobs.probed("pp2_uneven", dropout=True)
+    chunks = {rank: facts["chunks"][0]["layers"] for rank, facts in open_run(out).ranks.items()}
+    assert chunks == {0: [0], 1: [1, 2, 3]}
+
+
 def test_recomputation_is_its_own_phase_and_keeps_the_microbatch(jobs):
     out, _ = jobs.probed("pp2_recompute", dropout=True)
     rows = open_run(out).rows(step=0).filter("kind = 'activation' and name like 'decoder.layers.%'")
