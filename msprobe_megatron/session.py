@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from msprobe_megatron import backends, facts
+from msprobe_megatron import backends, facts, native
 from msprobe_megatron.arguments import Flags, from_command_line
 from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.config import ConfigError, ProbeConfig, load
@@ -110,6 +110,7 @@ class Session:
         dump = config.dump
         if dump is None:
             raise ConfigError(f"{config.source}: dump: missing; accepted: a section that says what to record")
+        native.load()
         device = backends.select()
         budget = config.limits.host_memory
         slots = SlotTable(
@@ -158,8 +159,11 @@ class Session:
     def schedule_begin(self, schedule: str, num_microbatches: int | None) -> None:
         """A training schedule starts: the first one of a step begins the step."""
         if self._open:
-            # Gradient accumulation by hand, or a rerun: one step, its microbatches go on counting.
-            self.clock.offset += num_microbatches or 0
+            if host.rerunning():
+                self._leave_rerun_alone()
+            else:
+                # Gradient accumulation by hand: one step, its microbatches go on counting.
+                self.clock.offset += num_microbatches or 0
             return
         self._open = True
         step = self._step_number()
@@ -178,6 +182,13 @@ class Session:
         self._while_recording.apply()
         self._modules.install()
         self._recording = True
+
+    @guarded
+    def _leave_rerun_alone(self) -> None:
+        """Megatron repeats the step to see whether it gives the same; the first attempt is the record."""
+        if self._recording:
+            self._modules.remove()
+            self._while_recording.revert()
 
     def _step_number(self) -> int:
         if self._step_source is not None:
@@ -199,6 +210,7 @@ class Session:
     def schedule_end(self) -> None:
         """The schedule returned; without an optimizer the step ends here."""
         if self._optimizer is None:
+            self.optimizer_begin()
             self.optimizer_end()
 
     @guarded
