@@ -129,8 +129,11 @@ else:
     try:
         import torch
 
-        # Not torch.__version__: the constraint has to name what pip knows, which may lack the "+cu130".
-        print("there", importlib.metadata.version("torch"))
+        # The constraint has to name what pip knows, which may lack the "+cu130" of torch.__version__.
+        try:
+            print("there", importlib.metadata.version("torch"))
+        except importlib.metadata.PackageNotFoundError:
+            print("there", torch.__version__)
     except BaseException as error:
         print("broken", type(error).__name__, *str(error).split())
 PYTHON
