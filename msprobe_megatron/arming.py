@@ -7,8 +7,10 @@ model and optimizer exist.
 
 from __future__ import annotations
 
+import atexit
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from msprobe_megatron import backends
@@ -29,6 +31,9 @@ class Armed:
     def __init__(self, flags: Flags, config: ProbeConfig | None) -> None:
         self.flags, self.config = flags, config
         self.session: Any = None
+        self._in_setup = False
+        if config is not None:
+            atexit.register(self._never_attached)
         self.patches = PatchSet(
             [p for p in declared("arguments") if config is not None or p.id.startswith("arguments.")], self
         )
@@ -46,10 +51,28 @@ class Armed:
         except CANNOT as error:
             refuse(error)
 
+    @contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """While Megatron-LM builds model and optimizer; it tells both when its checkpoint is loaded."""
+        self._in_setup = True
+        try:
+            yield
+        finally:
+            self._in_setup = False
+
     def optimizer_ready(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """The same, in scripts on megatron-core alone; Megatron-LM tells later, when its checkpoint is loaded."""
-        if "megatron.training.training" not in sys.modules:
+        """The same, in scripts on megatron-core alone, and where others replaced Megatron-LM's function."""
+        if not self._in_setup:
             self.model_ready(chunks, optimizer)
+
+    def _never_attached(self) -> None:
+        if self.session is None and environment_rank() == 0:
+            print(
+                "msprobe: armed, but no model was attached: neither setup_model_and_optimizer nor"
+                " get_megatron_optimizer was called; nothing was recorded",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def arm(flags: Flags | None = None) -> Armed:

@@ -16,6 +16,11 @@ import torch
 _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
+def inside_backward() -> bool:
+    """Whether this thread is inside the autograd engine."""
+    return bool(_graph_task() != -1)
+
+
 class Moment(NamedTuple):
     """Which microbatch of which model chunk is meant."""
 

@@ -6,6 +6,7 @@ there is one set of patches and a table from model chunks to sessions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,11 @@ from torch import nn
 
 from msprobe_megatron.patching import PatchSet, declared
 from msprobe_megatron.topology import names
+
+
+def megatron_schedules() -> bool:
+    """Whether this process has Megatron's schedules; a plain torch loop has none to patch."""
+    return "megatron.core.pipeline_parallel.schedules" in sys.modules
 
 
 class Dispatcher:
@@ -26,8 +32,9 @@ class Dispatcher:
         """Route the chunks with these identities to `session`; the first one brings the patches."""
         if self._patches is None:
             self._patches = PatchSet(declared("functions"), self)
-        self._patches.apply()
-        self._patches.verify()
+        if megatron_schedules():
+            self._patches.apply()
+            self._patches.verify()
         self._by_chunk.update(dict.fromkeys(chunks, session))
 
     def remove(self, session: Any) -> None:

@@ -57,6 +57,7 @@ class Entry:
     inherited: bool = False
     aliases: list[Any] = field(default_factory=list, repr=False)
     active: bool = False
+    binding: object = field(default=None, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The line as it is written to the run directory."""
@@ -175,17 +176,30 @@ def _replace(entry: Entry, events: Any) -> None:
     space = vars(owner)
     entry.inherited = name not in space
     raw = getattr(owner, name) if entry.inherited else space[name]
-    function = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
+    function = _function(raw)
+    while _is_dead(function):
+        # A replacement that could not be taken away in its turn: step over it, or the chain would grow.
+        raw = function.__msprobe_raw__
+        function = _function(raw)
     wrapped = entry.patch.wrap(function, events)
+
+    binding = entry.binding = object()
+
+    def live() -> bool:
+        # An older replacement of the same entry may still sit below another's wrapper: only the last one speaks.
+        return entry.active and entry.binding is binding
 
     @functools.wraps(function)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if not entry.active:
+        if not live():
             return function(*args, **kwargs)
         entry.fired += 1
         return wrapped(*args, **kwargs)
 
     replacement.__msprobe_patch__ = entry.patch.id  # type: ignore[attr-defined]
+    replacement.__msprobe_self__ = replacement  # type: ignore[attr-defined]
+    replacement.__msprobe_raw__ = raw  # type: ignore[attr-defined]
+    replacement.__msprobe_live__ = live  # type: ignore[attr-defined]
     entry.original = raw
     entry.replacement = type(raw)(replacement) if isinstance(raw, staticmethod | classmethod) else replacement
     setattr(owner, name, entry.replacement)
@@ -193,6 +207,16 @@ def _replace(entry: Entry, events: Any) -> None:
         entry.aliases = list(_aliases(raw, name, owner))
         for module in entry.aliases:
             setattr(module, name, entry.replacement)
+
+
+def _function(raw: Any) -> Any:
+    return raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
+
+
+def _is_dead(function: Any) -> bool:
+    """Whether this is a replacement of ours (not a wrapper that copied its attributes) that is switched off."""
+    live = getattr(function, "__msprobe_live__", None)
+    return getattr(function, "__msprobe_self__", None) is function and live is not None and not live()
 
 
 def _aliases(original: Any, name: str, owner: Any) -> Iterable[Any]:

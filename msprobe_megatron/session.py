@@ -8,55 +8,31 @@ integer; hooks and all other patches exist only while a step is recorded.
 from __future__ import annotations
 
 import atexit
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
-from msprobe_megatron import backends, facts, native
+from msprobe_megatron import facts, native
 from msprobe_megatron.arguments import Flags, from_command_line
 from msprobe_megatron.clock import Clock, Moment
-from msprobe_megatron.config import ConfigError, ProbeConfig, load
+from msprobe_megatron.config import ProbeConfig, load
 from msprobe_megatron.dispatch import DISPATCHER
+from msprobe_megatron.fault_guard import ProbeFault, guarded
+from msprobe_megatron.dumping import Dumping
 from msprobe_megatron.facts import missing_steps
 from msprobe_megatron.patches.optimizer import wrap_step
 from msprobe_megatron.patching import PatchSet, declared
-from msprobe_megatron.probes.dump import DumpProbe
+from msprobe_megatron.plain_loop import watch_forwards
 from msprobe_megatron.record.directory import RunDirectory
-from msprobe_megatron.record.slots import SlotTable
 from msprobe_megatron.record.writer import Writer
-from msprobe_megatron.sites.losses import LossSite
-from msprobe_megatron.sites.modules import ModuleSite
-from msprobe_megatron.sites.optimizer import OptimizerSite
 from msprobe_megatron.topology import coordinates, host, names
 
 _NEVER = sys.maxsize
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-class ProbeFault(Exception):
-    """A fault of the kit under `strict: true`; without it training never sees one."""
-
-
-def guarded(method: _Method) -> _Method:
-    """A fault inside `method` disarms the session instead of reaching the training code."""
-
-    @functools.wraps(method)
-    def guard(self: Session, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except ProbeFault:
-            raise
-        except Exception as error:
-            self.fault(error, method.__name__)
-            return None
-
-    return guard  # type: ignore[return-value]
 
 
 class Session:
@@ -93,7 +69,8 @@ class Session:
         self._open = self._recording = False
         self._schedules: set[str] = set()
         self._last_step = -1
-        self._undo: Callable[[], None] | None = None
+        self._undo: list[Callable[[], None]] = []
+        self.in_schedule = False
         self._next = _NEVER
         output = Path(config.output) / tag if tag else Path(config.output)
         self.directory = RunDirectory.create(output)
@@ -107,42 +84,26 @@ class Session:
 
     def _arm(self) -> None:
         config = self.config
-        dump = config.dump
-        if dump is None:
-            raise ConfigError(f"{config.source}: dump: missing; accepted: a section that says what to record")
         native.load()
-        device = backends.select()
-        budget = config.limits.host_memory
-        slots = SlotTable(
-            device.device, float_dtype=device.float_dtype, to_host=device.to_host, limit_bytes=budget // 4
-        )
-        self.probe = DumpProbe(dump, self.clock, slots)
-        self._modules = ModuleSite(self._chunks, self.probe, self.clock, self.where, self.fault, dump.stacks)
-        self._parameters = OptimizerSite(self._chunks, self._optimizer, self.probe, self.where)
-        self._losses = LossSite(self.probe)
-        self._refuse_empty()
+        self.dump = Dumping(config, self._chunks, self._optimizer, self.clock, self.where, self.fault)
         identity = {"rank": self.where.rank, **self.where.position()}
-        self.writer = Writer(self.directory, identity, budget // 2, lambda error: self.fault(error, "writer"))
-        self._while_recording = PatchSet(declared("recording"), self)
+        self.writer = Writer(
+            self.directory, identity, config.limits.host_memory // 2, lambda error: self.fault(error, "writer")
+        )
+        plain = coordinates.parallel_state() is None
+        self._while_recording = PatchSet(
+            [patch for patch in declared("recording") if not (plain and patch.id.startswith("schedules."))], self
+        )
         self._write_rank_file()
         DISPATCHER.add(self, self._chunk_of)
         if self._optimizer is not None:
-            self._undo = wrap_step(self._optimizer, self)
+            self._undo.append(wrap_step(self._optimizer, self))
+        if plain:
+            self._undo.append(watch_forwards(self._chunks, self))
         self._next = _or_never(config.steps.next_from(0))
         atexit.register(self.close)
-        self._tell(f"recording {dump.level} {dump.task} of steps {config.steps.describe()} into {self.directory.path}")
-
-    def _refuse_empty(self) -> None:
-        """A pattern without a match is an error where it can be known: when no other stage can have the name."""
-        unmatched = self.probe.unmatched()
-        if unmatched and self.where.pp_size == 1 and self.where.ep_size == 1:
-            some = ", ".join(w.entry.name for w in self._modules.watched[:3]) or ", ".join(
-                entry.name for entry in list(names.modules(self._chunks[0]))[:6]
-            )
-            raise ConfigError(
-                f"{self.config.source}: dump.list: {unmatched[0]!r} matches no module or parameter;"
-                f" accepted: part of a canonical name such as {some}"
-            )
+        what = f"{self.dump.asked.level} {self.dump.asked.task}"
+        self._tell(f"recording {what} of steps {config.steps.describe()} into {self.directory.path}")
 
     # What the patches tell.
 
@@ -158,6 +119,7 @@ class Session:
 
     def schedule_begin(self, schedule: str, num_microbatches: int | None) -> None:
         """A training schedule starts: the first one of a step begins the step."""
+        self.in_schedule = True
         if self._open:
             if host.rerunning():
                 self._leave_rerun_alone()
@@ -180,14 +142,14 @@ class Session:
         self._calls = [0] * len(self._chunks)
         self._schedules.add(schedule)
         self._while_recording.apply()
-        self._modules.install()
+        self.dump.begin()
         self._recording = True
 
     @guarded
     def _leave_rerun_alone(self) -> None:
         """Megatron repeats the step to see whether it gives the same; the first attempt is the record."""
         if self._recording:
-            self._modules.remove()
+            self.dump.remove()
             self._while_recording.revert()
 
     def _step_number(self) -> int:
@@ -209,6 +171,7 @@ class Session:
 
     def schedule_end(self) -> None:
         """The schedule returned; without an optimizer the step ends here."""
+        self.in_schedule = False
         if self._optimizer is None:
             self.optimizer_begin()
             self.optimizer_end()
@@ -223,14 +186,34 @@ class Session:
         self._calls[chunk] += 1
         self.clock.moment = Moment(self.clock.offset + number, chunk)
         self._stored = len(store)
-        self.probe.memory_changed()
+        self.dump.memory_changed()
 
     @guarded
     def microbatch_end(self, store: list[Any]) -> None:
         """The forward of a microbatch has ended; a last stage has stored what the loss function reported."""
         if self._recording and len(store) > self._stored:
-            moment = self.clock.moment
-            self._losses.report(store[-1], moment.microbatch, moment.chunk)
+            self.dump.reported(store[-1], self.clock.moment)
+
+    def forward_begin(self, model: nn.Module) -> None:
+        """A plain loop calls the model: the first call of a step begins it, each call is a microbatch."""
+        if self.in_schedule:
+            return
+        if not self._open:
+            self.schedule_begin("plain loop", None)
+            self.in_schedule = False
+        self.microbatch_begin(model, None, [])
+
+    def step(self) -> None:
+        """End the step by hand, where no optimizer was given or its step was skipped; else it changes nothing.
+
+        Example::
+
+            loss.backward(); reduce(model); session.step()
+        """
+        if self._open:
+            if self._optimizer is None:
+                self.optimizer_begin()
+            self.optimizer_end()
 
     def moment(self) -> Moment:
         """Microbatch and chunk of the forward that is running."""
@@ -246,15 +229,13 @@ class Session:
 
     def memory_changed(self) -> None:
         """Tensors may have changed without their version counters telling."""
-        self.probe.memory_changed()
+        self.dump.memory_changed()
 
     @guarded
     def optimizer_begin(self) -> None:
         """The outermost optimizer is about to step."""
         if self._recording:
-            # Gradient buffers are written by collectives and fused kernels, which no version counter tells of.
-            self.memory_changed()
-            self._parameters.collect()
+            self.dump.before_optimizer()
 
     def optimizer_end(self) -> None:
         """The optimizer has stepped: the step is over."""
@@ -274,10 +255,8 @@ class Session:
     @guarded
     def _finish(self, complete: bool) -> None:
         self._recording = False
-        self._modules.remove()
         self._while_recording.revert()
-        sites = {"step": self.clock.step, "modules": self._modules.structure()}
-        self.writer.submit(self.probe.finish(complete, sites))
+        self.writer.submit(self.dump.finish(complete))
         self.steps_recorded.append(self.clock.step)
         self._next = _or_never(self.config.steps.next_from(self.clock.step + 1))
 
@@ -289,7 +268,7 @@ class Session:
         self.faults.append(f"{where}: {type(error).__name__}: {error}")
         self._next, self._recording = _NEVER, False
         try:
-            self._modules.remove()
+            self.dump.remove()
             self._while_recording.revert()
         except Exception as another:  # the original fault is the one to report
             self.faults.append(f"disarm: {another}")
@@ -323,8 +302,8 @@ class Session:
         if self._recording:
             self._finish(complete=False)
         DISPATCHER.remove(self)
-        if self._undo is not None:
-            self._undo()
+        for undo in self._undo:
+            undo()
         self.writer.close()
         for text in self.not_happened():
             self._say(text, "not_happened")
@@ -337,15 +316,14 @@ class Session:
 
     def not_happened(self) -> list[str]:
         """What was asked and did not happen, as far as this rank can know."""
-        nothing = not self._modules.watched and not len(self._parameters)
+        nothing = self.dump.selects_nothing
         return missing_steps(self.config.steps, self.steps_recorded, self._last_step, selects_nothing=nothing)
 
     def ledger(self) -> dict[str, Any]:
         """What was asked, bound, fired and written on this rank."""
         return {
-            **self.probe.ledger(),
+            **self.dump.ledger(),
             "asked": {"steps": self.config.steps.describe(), "ranks": self.config.ranks.describe()},
-            "bound": {"modules": len(self._modules.watched), "parameters": len(self._parameters)},
             "written": self.writer.counts.as_dict(),
             "steps": self.steps_recorded,
             "schedules": sorted(self._schedules),

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from msprobe_megatron.patching import Patch
 
 PATCHES: list[Patch] = []
@@ -24,6 +26,8 @@ def wrap_step(optimizer: Any, session: Any) -> Callable[[], None]:
         ...
         undo()
     """
+    if isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return _hook_step(optimizer, session)
     own = "step" in vars(optimizer)
     original = optimizer.step
 
@@ -44,5 +48,23 @@ def wrap_step(optimizer: Any, session: Any) -> Callable[[], None]:
             optimizer.step = original
         else:
             del optimizer.step
+
+    return undo
+
+
+def _hook_step(optimizer: torch.optim.Optimizer, session: Any) -> Callable[[], None]:
+    """Use the hooks of torch's own optimizers: schedulers of torch refuse a `step` that is no bound method."""
+
+    def before(*args: Any) -> None:
+        session.optimizer_begin()
+
+    def after(*args: Any) -> None:
+        session.optimizer_end()
+
+    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
 
     return undo

@@ -20,7 +20,8 @@ def _schedule(original: Callable[..., Any], events: Any) -> Callable[..., Any]:
     def forward_backward(*args: Any, **kwargs: Any) -> Any:
         # Every schedule takes keyword arguments only, in every release.
         session = events.session_of(kwargs.get("model"))
-        if session is None or kwargs.get("forward_only"):
+        # Inside already: others wrapped this function without a trace, and it was bound once more on top of them.
+        if session is None or session.in_schedule or kwargs.get("forward_only"):
             return original(*args, **kwargs)
         session.schedule_begin(original.__name__, kwargs.get("num_microbatches"))
         try:

@@ -15,7 +15,8 @@ from msprobe_megatron.patching import Patch
 
 def _setup(original: Callable[..., Any], events: Any) -> Callable[..., Any]:
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+        with events.setting_up():
+            result = original(*args, **kwargs)
         events.model_ready(result[0], result[1])
         return result
 

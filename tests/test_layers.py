@@ -24,12 +24,15 @@ ALLOWED: dict[str, set[str]] = {
     "topology": {"config"},
     "facts": {"config", "topology"},
     "patching": {"config", "importing"},
+    "fault_guard": set(),
+    "plain_loop": {"clock", "topology"},
     "dispatch": {"patching", "topology"},
     "backends": {"config", "importing", "patching"},
     "dry_run": {"backends", "patching"},
     "arguments": {"config", "importing", "patching"},
     "record": {"config", "topology", "backends"},
-    "measure": set(),  # pure: tensors in, tensors out
+    "native": set(),  # the compiled kernel, its build and its cache
+    "measure": {"native"},  # pure: tensors in, tensors out
     "probes": {"measure", "record", "clock", "config", "topology", "backends"},
     "sites": {"probes", "clock", "patching", "config", "topology"},
     "patches": {"sites", "probes", "clock", "patching", "importing", "arguments", "config", "topology"},
@@ -37,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"analyse", "config", "topology"},
 }
 # These sit on top of all rooms and put them together.
-TOP = {"__init__", "__main__", "session", "arming", "cli", "commands", "run", "adaptor", "demo"}
+TOP = {"__init__", "__main__", "session", "dumping", "arming", "cli", "commands", "run", "adaptor", "demo"}
 # What the package's __init__ hands out lazily, and the room it really is in.
 HANDED_OUT = {"attach": "session", "Session": "session"}
 

@@ -25,12 +25,13 @@ _AXES = ("tp", "pp", "dp", "cp", "ep", "etp", "edp")
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """What a shard text means for merging."""
 
     cut: frozenset[str]
     tokens: str
-    """`samples`: of this rank's own microbatch; `experts`: of all data-parallel ranks; `fixed`: of none."""
+    """Which tokens it holds. `samples`: this rank's own microbatch; `experts`: those sent to it by all data-parallel
+    ranks; `counts`: numbers of the latter; `fixed`: none."""
     parts: int
     flat: str
     reason: str
@@ -128,23 +129,36 @@ def _layout_table(texts: list[str], sizes: dict[str, int], by_rank: bool) -> pa.
     return pa.table(columns)
 
 
-def _layout(text: str, sizes: dict[str, int]) -> _Layout:
+def layout_of(text: str, sizes: dict[str, int]) -> Layout:
+    """Which axes cut a tensor of this shard text.
+
+    Example::
+
+        >>> sorted(layout_of("s[cp:zigzag,tp] b h", {"cp": 2, "tp": 2}).cut)
+        ['cp', 'tp']
+    """
+    return _layout(text, sizes)
+
+
+def _layout(text: str, sizes: dict[str, int]) -> Layout:
     spec = ShardSpec.parse(text)
     if spec.unknown is not None:
-        return _Layout(frozenset(_AXES), "fixed", 0, "", spec.unknown)
+        return Layout(frozenset(_AXES), "fixed", 0, "", spec.unknown)
     axes = {cut.axis for dim in spec.dims for cut in dim.cuts if cut.order != "samples"}
     names = {dim.name for dim in spec.dims}
-    tokens = "samples" if names & {"b", "s*b"} else "experts" if names & {"x", "e"} else "fixed"
-    if tokens == "experts":
+    tokens = "samples" if names & {"b", "s*b"} else "experts" if "x" in names else "fixed"
+    if names == {"e"}:
+        tokens = "counts"
+    if tokens in ("experts", "counts"):
         # Expert, expert-tensor and expert-data coordinates tell all ranks of a stage apart.
         axes.add("edp")
     if spec.partial:
-        return _Layout(frozenset(axes | set(spec.partial)), tokens, 0, "", f"partial over {', '.join(spec.partial)}")
+        return Layout(frozenset(axes | set(spec.partial)), tokens, 0, "", f"partial over {', '.join(spec.partial)}")
     parts = 1
     for axis in axes:
         parts *= sizes.get(axis, 1)
     flat = f"{spec.flat[0]}:{spec.flat[1]}" if spec.flat is not None else ""
-    return _Layout(frozenset(axes), tokens, parts if not flat else 0, flat, "")
+    return Layout(frozenset(axes), tokens, parts if not flat else 0, flat, "")
 
 
 _PART = " || ',' || ".join(f"case when cut_{axis} then cast({axis} as varchar) else '' end" for axis in _AXES)

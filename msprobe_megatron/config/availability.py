@@ -19,8 +19,6 @@ NOT_YET: dict[str, str] = {
     "dump.task=tensor": "whole tensors are not written yet; accepted: statistics",
     "dump.task=structure": "the structure alone is not written yet; accepted: statistics",
     "dump.task=nonfinite": "nothing is filtered by NaN and Inf yet; accepted: statistics, which counts them",
-    "dump.digest": "tensors are not hashed yet; accepted: false",
-    "dump.sketch": "there are no sketches yet; accepted: 0",
     "dump.scope": "there are no windows yet; accepted: [], and names in dump.list",
     "limits.disk": "bytes on disk are not counted yet; accepted: leave the key out",
     "monitor": "the monitor is not there yet; accepted: leave the section out",

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 _PRUNE_FROM = 4096
 
 _Key = tuple[Hashable, ...]
+_Storage = torch.UntypedStorage
 
 
 class SeenTensors:
@@ -41,12 +41,17 @@ class SeenTensors:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[_Key, int] = {}
-        self._storages: dict[int, tuple[StorageWeakRef, list[_Key]]] = {}
+        self._slots: dict[_Key | None, int] = {}
+        self._storages: dict[int, tuple[int, list[_Key]]] = {}  # with the weak reference, a bare number
         self._prune_at = _PRUNE_FROM
+        self.get = self._slots.get
+        """The slot remembered under a key of `key_of`, or None."""
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def __del__(self) -> None:
+        self.forget_all()
 
     def lookup(self, x: torch.Tensor) -> int | None:
         """Return the slot remembered for ``x`` as it is now, or None.
@@ -55,8 +60,7 @@ class SeenTensors:
 
             slot = seen.lookup(x)
         """
-        key = _key(x)
-        return None if key is None else self._slots.get(key)
+        return self.get(key_of(x))
 
     def remember(self, x: torch.Tensor, slot: int) -> None:
         """Keep ``slot`` for ``x`` until its memory changes; not for inference tensors, which have no version.
@@ -65,7 +69,17 @@ class SeenTensors:
 
             seen.remember(x, slot)
         """
-        key = _key(x)
+        self.put(key_of(x), x, slot)
+
+    def put(self, key: _Key | None, x: torch.Tensor, slot: int) -> None:
+        """Keep ``slot`` for ``x`` under the key that `key_of` gave for it just now.
+
+        Example::
+
+            key = key_of(x)
+            if seen.get(key) is None:
+                seen.put(key, x, table.take())
+        """
         if key is None:
             return
         storage = x.untyped_storage()
@@ -89,8 +103,7 @@ class SeenTensors:
             self.forget_all()
             return
         for tensor in tensors:
-            key = _key(tensor)
-            if key is None:
+            if key_of(tensor) is None:
                 # Unknown memory may be anyone's.
                 self.forget_all()
                 return
@@ -104,30 +117,35 @@ class SeenTensors:
             seen.forget_all()
         """
         self._slots.clear()
+        for weak, _ in self._storages.values():
+            _release(weak)
         self._storages.clear()
         self._prune_at = _PRUNE_FROM
 
     def _drop(self, storage: int) -> None:
-        _, keys = self._storages.pop(storage, (None, ()))
-        for key in keys:
+        held = self._storages.pop(storage, None)
+        if held is None:
+            return
+        _release(held[0])
+        for key in held[1]:
             self._slots.pop(key, None)
 
     def _prune(self) -> None:
         # A freed storage leaves a few bytes behind for as long as the weak reference stands.
-        for storage in [cdata for cdata, (ref, _) in self._storages.items() if _expired(ref)]:
+        for storage in [cdata for cdata, (weak, _) in self._storages.items() if _expired(weak)]:
             self._drop(storage)
         self._prune_at = max(_PRUNE_FROM, 2 * len(self._storages))
 
 
-def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+def key_of(x: torch.Tensor, more: Hashable = None) -> _Key | None:
+    """Identity of a tensor's memory and of what is seen in it, or None for what has no memory of its own.
 
+    ``more`` is for a caller whose figures depend on more than the tensor (its numbering in a digest).
 
-def _expired(reference: StorageWeakRef) -> bool:
-    return bool(reference.expired())  # type: ignore[no-untyped-call]
+    Example::
 
-
-def _key(x: torch.Tensor) -> _Key | None:
+        key_of(x) == key_of(x.view(x.shape))   # True, until x is written to
+    """
     try:
         if x.is_inference():
             return None
@@ -141,6 +159,20 @@ def _key(x: torch.Tensor) -> _Key | None:
             # Lazy conjugates and negatives share everything else with what they are taken of.
             x.is_conj(),
             x.is_neg(),
+            more,
         )
     except RuntimeError:  # sparse, nested and wrapped tensors: no storage, or none of their own
         return None
+
+
+# Bare weak references: an object around each would cost as much as all the rest of `put`.
+def _weak(storage: torch.UntypedStorage) -> int:
+    return int(storage._weak_ref())
+
+
+def _expired(weak: int) -> bool:
+    return bool(_Storage._expired(weak))
+
+
+def _release(weak: int) -> None:
+    _Storage._free_weak_ref(weak)

@@ -53,7 +53,7 @@ def measurable(x: torch.Tensor) -> bool:
 
         measurable(torch.empty(3, device="meta"))   # False
     """
-    return _readable(x) is not None
+    return readable(x) is not None
 
 
 def measure_into(x: torch.Tensor, floats: torch.Tensor, counts: torch.Tensor) -> bool:
@@ -74,10 +74,10 @@ def measure_into(x: torch.Tensor, floats: torch.Tensor, counts: torch.Tensor) ->
         measure_into(torch.tensor([-3.0, 0.0, float("inf")]), floats, counts)
         # floats = [-3, 0, -3, 9, 3], counts = [0, 1, 0, 1]
     """
-    readable = _readable(x)
-    if readable is None:
+    found = readable(x)
+    if found is None:
         return False
-    data = readable.data  # as detach(), for less: nothing below may join the autograd graph
+    data = found.data  # as detach(), for less: nothing below may join the autograd graph
     if data.numel() == 0:
         _write_neutral(floats, counts)
         return True
@@ -121,8 +121,8 @@ def _write_neutral(floats: torch.Tensor, counts: torch.Tensor) -> None:
     counts.zero_()
 
 
-def _readable(x: torch.Tensor) -> torch.Tensor | None:
-    # The tensor to read for the values of x, or None when they are not to be had.
+def readable(x: torch.Tensor) -> torch.Tensor | None:
+    """The plain tensor to read for the values of ``x``, or None when they are not to be had."""
     if type(x) not in _PLAIN_TYPES:
         # A subclass that only adds attributes holds its own values; one that dispatches or wraps may not.
         if type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -12,15 +13,21 @@ import torch
 
 from msprobe_megatron.clock import Clock
 from msprobe_megatron.config import DumpConfig
-from msprobe_megatron.measure.once import SeenTensors
-from msprobe_megatron.measure.stats import measure_into
+from msprobe_megatron.measure.hashes import HASHES
+from msprobe_megatron.measure.measurer import Measurer
+from msprobe_megatron.measure.once import SeenTensors, key_of
 from msprobe_megatron.record.schema import Row
 from msprobe_megatron.record.slots import SlotTable
 from msprobe_megatron.record.writer import StepBatch
+from msprobe_megatron.topology.coordinates import Coordinates
+from msprobe_megatron.topology.index_map import Numbering, index_map
 from msprobe_megatron.topology.layers import layer_of
-from msprobe_megatron.topology.places import Place
+from msprobe_megatron.topology.places import Layout, Place
 
 _kind_of: Callable[[Row], str] = attrgetter("kind")
+_LOCAL = '{"digest": "local"}'  # numbered within the shard: such a digest does not add up with others
+# A row is made a thousand times a step: this skips the keyword handling of its class.
+_tuple: Callable[[type[Row], tuple[Any, ...]], Row] = tuple.__new__
 
 
 class DumpProbe:
@@ -33,10 +40,17 @@ class DumpProbe:
         writer.submit(probe.finish(complete=True, sites={}))
     """
 
-    def __init__(self, config: DumpConfig, clock: Clock, slots: SlotTable) -> None:
-        self._config, self._clock, self._slots = config, clock, slots
+    def __init__(
+        self, config: DumpConfig, clock: Clock, slots: SlotTable, where: Coordinates | None = None
+    ) -> None:
+        self._config, self._clock, self._slots, self._where = config, clock, slots, where or Coordinates()
         self._matchers = {text: _matcher(text) for text in config.list}
         self._seen = SeenTensors()
+        self._numbered = config.digest is True or config.sketch > 0
+        self._measure = Measurer(slots, digest=config.digest is True, sketch=config.sketch)
+        self._numberings: dict[int, tuple[Numbering | None, str | None, Layout]] = {}
+        self._hash = HASHES.get(config.digest) if isinstance(config.digest, str) else None
+        self._hashes: dict[int, str] = {}
         self._rows: list[Row] = []
         self._dtypes: dict[torch.dtype, str] = {}
         self.matched: set[str] = set()
@@ -70,42 +84,74 @@ class DumpProbe:
         chosen = self._config.microbatches
         if chosen is not None and microbatch is not None and microbatch not in chosen:
             return
-        slot = self._seen.lookup(tensor)
+        layout = place.layouts.get(tensor.shape) or place.layout(tensor.shape)
+        numbering, extra = self._numbers(layout) if self._numbered else (None, None)
+        key = key_of(tensor, numbering and id(numbering))
+        slot = self._seen.get(key)
         if slot is None:
-            slot = self._slots.take()
-            if slot >= 0:
-                if measure_into(tensor, self._slots.floats(slot), self._slots.counts(slot)):
-                    self._seen.remember(tensor, slot)
-                else:
-                    slot = -1
-            if slot < 0:
-                self.unmeasured += 1
-        shape = tuple(tensor.shape)
-        shard, whole = place.layout(shape)
-        dtype = self._dtypes.get(tensor.dtype)
-        if dtype is None:
-            dtype = self._dtypes[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
+            slot = self._measured(tensor, key, numbering)
+        if self._hash is not None:
+            extra = self._hashed(tensor, slot)
+        clock = self._clock
+        seq = clock.seq
+        clock.seq = seq + 1
+        dtype = tensor.dtype
         self._rows.append(
-            Row(
-                self._clock.tick(),
-                microbatch,
-                phase,
-                place.vpp,
-                place.kind,
-                place.name,
-                place.io,
-                place.path,
-                place.op,
-                place.site,
-                dtype,
-                shape,
-                whole,
-                shard,
-                tensor.numel(),
-                slot,
-                None,
+            _tuple(
+                Row,
+                (
+                    seq,
+                    microbatch,
+                    phase,
+                    place.vpp,
+                    place.kind,
+                    place.name,
+                    place.io,
+                    place.path,
+                    place.op,
+                    place.site,
+                    self._dtypes.get(dtype) or self._dtype_name(dtype),
+                    layout.shape,
+                    layout.whole,
+                    layout.shard,
+                    layout.numel,
+                    slot,
+                    extra,
+                    None,
+                    None,
+                    None,
+                ),
             )
         )
+
+    def _numbers(self, layout: Layout) -> tuple[Numbering | None, str | None]:
+        """Numbering of the elements, and a mark for the row when it is not that of the whole tensor."""
+        found = self._numberings.get(id(layout))
+        if found is None:
+            numbering = index_map(layout.spec, layout.local, self._where.of, self._where.size)
+            found = (numbering, None if numbering is not None else _LOCAL, layout)
+            self._numberings[id(layout)] = found
+        return found[:2]
+
+    def _hashed(self, tensor: torch.Tensor, slot: int) -> str | None:
+        if slot < 0 or self._hash is None:
+            return None
+        text = self._hashes.get(slot)
+        if text is None:
+            text = self._hashes[slot] = json.dumps({self._config.digest: self._hash(tensor)})
+        return text
+
+    def _measured(self, tensor: torch.Tensor, key: Any, numbering: Numbering | None) -> int:
+        slot = self._slots.take()
+        if slot >= 0 and self._measure(tensor, slot, numbering):
+            self._seen.put(key, tensor, slot)
+            return slot
+        self.unmeasured += 1
+        return -1
+
+    def _dtype_name(self, dtype: torch.dtype) -> str:
+        name = self._dtypes[dtype] = str(dtype).removeprefix("torch.")
+        return name
 
     def ledger(self) -> dict[str, Any]:
         """What fired, and what could not be measured or matched."""
@@ -114,6 +160,7 @@ class DumpProbe:
             "fired": dict(self.fired),
             "unmeasured": self.unmeasured,
             "no_room": self._slots.dropped,
+            "kernel": self._measure.kernel,
         }
 
     def memory_changed(self) -> None:
@@ -125,6 +172,7 @@ class DumpProbe:
         rows, self._rows = self._rows, []
         self.fired.update(map(_kind_of, rows))
         self._seen.forget_all()
+        self._hashes.clear()
         return StepBatch(self._clock.step, rows, self._slots.seal(), sites, complete)
 
 

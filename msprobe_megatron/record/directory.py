@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = ["RunDirectory", "RunDirectoryError"]
+_MANY_ROWS = 5000
 
 
 class RunDirectory:
@@ -134,7 +135,7 @@ class RunDirectory:
             directory.write_json("run.json", {"world": 8})
         """
         text = json_text(value, indent=1).encode("ascii")
-        return self.write_file(relative, lambda file: _put(file, text))
+        return self.write_file(relative, lambda file: put(file, text))
 
     def write_table(self, relative: str, table: pa.Table) -> int:
         """Write a table as Parquet; returns the size of the file.
@@ -146,7 +147,9 @@ class RunDirectory:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        compression = "zstd" if pa.Codec.is_available("zstd") else "snappy"
+        # The step of a small model has a few hundred rows: there the compressor costs more than all the rest.
+        dense = table.num_rows > _MANY_ROWS and pa.Codec.is_available("zstd")
+        compression = "zstd" if dense else "snappy"
         return self.write_file(relative, lambda file: pq.write_table(table, file, compression=compression))
 
     def append_event(self, event: Mapping[str, Any]) -> None:
@@ -172,5 +175,6 @@ class RunDirectory:
         return os.open(events.FILE_NAME, flags, dir_fd=self._descriptor)
 
 
-def _put(file: IO[bytes], content: bytes) -> None:
+def put(file: IO[bytes], content: bytes) -> None:
+    """Write all of ``content``; a filler for `RunDirectory.write_file`."""
     file.write(content)

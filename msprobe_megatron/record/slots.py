@@ -48,8 +48,8 @@ def clone_to_host(tensor: torch.Tensor) -> HostCopy:
 class SealedSlots:
     """The figures of one finished step, on their way to the host."""
 
-    def __init__(self, copies: list[HostCopy], words: int, float_dtype: torch.dtype, slots: int) -> None:
-        self._copies, self._words, self._slots = copies, words, slots
+    def __init__(self, copies: list[HostCopy], words: int, float_dtype: torch.dtype, slots: int, more: int = 0) -> None:
+        self._copies, self._words, self._slots, self._more = copies, words, slots, more
         self._float: npt.DTypeLike = np.float64 if float_dtype is torch.float64 else np.float32
 
     def __len__(self) -> int:
@@ -69,10 +69,28 @@ class SealedSlots:
 
             floats, counts = table.seal().wait()
         """
-        blocks = [copy.wait().numpy() for copy in self._copies]
-        words = np.concatenate(blocks) if blocks else np.empty((0, self._words), np.int64)
+        words = self._arrived()
         floats = words.view(self._float)[:, :_FLOATS].astype(np.float64)
-        return floats, words[:, self._words - _COUNTS :]
+        first = self._words - self._more - _COUNTS
+        return floats, words[:, first : first + _COUNTS]
+
+    def numbered(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float32]] | None:
+        """Return digests (slots,) and sketches (slots, cells), or None if the table has none. May wait.
+
+        Example::
+
+            digests, sketches = table.seal().numbered()
+        """
+        if not self._more:
+            return None
+        words, first = self._arrived(), self._words - self._more
+        digests = np.ascontiguousarray(words[:, first]).view(np.uint64)
+        cells = np.ascontiguousarray(words[:, first + 1 :]).view(self._float)
+        return digests, cells[:, : self._more - 1].astype(np.float32)
+
+    def _arrived(self) -> npt.NDArray[np.int64]:
+        blocks = [copy.wait().numpy() for copy in self._copies]
+        return np.concatenate(blocks) if blocks else np.empty((0, self._words), np.int64)
 
 
 class SlotTable:
@@ -100,11 +118,16 @@ class SlotTable:
         float_dtype: torch.dtype = torch.float64,
         limit_bytes: int = 256 << 20,
         to_host: Callable[[torch.Tensor], HostCopy] = clone_to_host,
+        digest: bool = False,
+        sketch: int = 0,
     ) -> None:
         if float_dtype not in (torch.float32, torch.float64):
             raise ValueError(f"float_dtype: {float_dtype}; accepted: torch.float64, torch.float32")
         self._device, self._dtype, self._to_host = device, float_dtype, to_host
-        self._words = -(-_FLOATS * float_dtype.itemsize // _WORD) + _COUNTS
+        self._float_words = -(-_FLOATS * float_dtype.itemsize // _WORD)
+        self.sketch_cells = sketch
+        self._more = (1 + sketch) if digest or sketch else 0
+        self._words = self._float_words + _COUNTS + self._more
         slot_bytes = self._words * _WORD + VIEW_BYTES
         self._rows = min(rows_per_block, limit_bytes // slot_bytes)
         if self._rows < 1:
@@ -117,6 +140,10 @@ class SlotTable:
         self._blocks: list[torch.Tensor] = []
         self._floats: list[torch.Tensor] = []
         self._counts: list[torch.Tensor] = []
+        self._numbered: list[torch.Tensor] = []
+        self.on_host = device.type == "cpu" and float_dtype is torch.float64
+        self.addresses: list[int] = []
+        """Where each slot lies, for kernels that write to host memory; only for a table ``on_host``."""
         self._next = itertools.count()
         self._growing = threading.Lock()
         self.dropped = 0
@@ -155,6 +182,15 @@ class SlotTable:
         """
         return self._counts[slot]
 
+    def numbered(self, slot: int) -> torch.Tensor:
+        """Return the 64-bit words of digest and sketch of a slot; the cells lie there as the table's floats.
+
+        Example::
+
+            table.numbered(slot).shape   # (1 + cells,)
+        """
+        return self._numbered[slot]
+
     def seal(self) -> SealedSlots:
         """Start the copies of all taken slots; the table is empty again when this returns.
 
@@ -171,7 +207,7 @@ class SlotTable:
             copies.append(self._to_host(block[:used]))
             self._clear(block[:used])
         self._next = itertools.count()
-        return SealedSlots(copies, self._words, self._dtype, taken)
+        return SealedSlots(copies, self._words, self._dtype, taken, self._more)
 
     def _grow(self, slot: int) -> int:
         with self._growing:
@@ -185,6 +221,11 @@ class SlotTable:
                     floats, counts = self._clear(block)
                     self._blocks.append(block)
                     self._floats.extend(floats.unbind(0))
+                    if self._more:
+                        self._numbered.extend(block[:, -self._more :].unbind(0))
+                    if self.on_host:
+                        base, row = block.data_ptr(), self._words * _WORD
+                        self.addresses.extend(range(base, base + self._rows * row, row))
                     # Last, because this is what `take` looks at.
                     self._counts.extend(counts.unbind(0))
         return slot
@@ -192,7 +233,8 @@ class SlotTable:
     def _clear(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # A slot that is taken and then not filled must not show the figures of an earlier step.
         floats = block.view(self._dtype)[:, :_FLOATS]
-        counts = block[:, self._words - _COUNTS :]
+        counts = block[:, self._float_words : self._float_words + _COUNTS]
+        block[:, self._float_words + _COUNTS :].zero_()
         floats.fill_(torch.nan)
         counts.fill_(-1)
         return floats, counts

@@ -24,6 +24,7 @@ def build_table(
     floats: npt.NDArray[np.float64],
     counts: npt.NDArray[np.int64],
     identity: Mapping[str, int],
+    numbered: tuple[npt.NDArray[np.uint64], npt.NDArray[np.float32]] | None = None,
 ) -> pa.Table:
     """Return the table of a step; figures that are not finite, or whose slot was never filled, become null.
 
@@ -42,7 +43,10 @@ def build_table(
     site = np.array(cells["site"], np.int32)
     masks = {"site": site < 0}
     columns["site"] = site
-    _add_figures(columns, masks, np.array(cells["slot"], np.int64), floats, counts)
+    slot = np.array(cells["slot"], np.int64)
+    _add_figures(columns, masks, slot, floats, counts)
+    if numbered is not None:
+        _add_numbered(columns, masks, slot, *numbered)
     arrays = [_column(columns[field.name], field.type, masks.get(field.name)) for field in schema]
     return pa.table(arrays, schema=schema)
 
@@ -68,7 +72,25 @@ def _add_figures(
             masks[name] = absent[:, index]
 
 
+def _add_numbered(
+    columns: dict[str, Any],
+    masks: dict[str, npt.NDArray[np.bool_]],
+    slot: npt.NDArray[np.int64],
+    digests: npt.NDArray[np.uint64],
+    sketches: npt.NDArray[np.float32],
+) -> None:
+    absent = slot < 0
+    columns["digest"], masks["digest"] = np.append(digests, np.uint64(0))[slot], absent
+    cells = sketches.shape[1]
+    if cells:
+        flat = np.concatenate((sketches, np.zeros((1, cells), np.float32)))[slot].reshape(-1)
+        offsets = np.arange(0, len(flat) + 1, cells, dtype=np.int32)
+        columns["sketch"] = pa.ListArray.from_arrays(offsets, flat, mask=pa.array(absent))
+
+
 def _column(values: Any, kind: pa.DataType, mask: npt.NDArray[np.bool_] | None) -> pa.Array:
+    if isinstance(values, pa.Array):
+        return values
     if pa.types.is_dictionary(kind):
         return _text(values).dictionary_encode()
     if pa.types.is_string(kind):

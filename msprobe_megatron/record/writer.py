@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.record.directory import RunDirectory, put
+from msprobe_megatron.record.json_text import json_text
 from msprobe_megatron.record.schema import IDENTITY_COLUMNS, Row
 from msprobe_megatron.record.slots import SealedSlots
 from msprobe_megatron.record.table import build_table
@@ -103,6 +104,7 @@ class Writer:
         self._closing = self._faulted = False
         self._pid = os.getpid()
         self.counts = WriterCounts()
+        self._sites: dict[str, tuple[Any, str]] = {}
         # At once and not with the first batch: an interpreter that is shutting down starts no threads.
         self._thread = threading.Thread(target=self._run, name="msprobe-writer", daemon=True)
         self._thread.start()
@@ -203,10 +205,21 @@ class Writer:
     def _write(self, batch: StepBatch) -> int:
         folder = f"step_{batch.step:06d}/rank_{self._identity['rank']:05d}"
         floats, counts = batch.slots.wait()
-        table = build_table(batch.step, batch.rows, floats, counts, self._identity)
+        table = build_table(batch.step, batch.rows, floats, counts, self._identity, batch.slots.numbered())
         table = table.replace_schema_metadata(
             {**table.schema.metadata, b"complete": b"true" if batch.complete else b"false"}
         )
         # Sites first: who sees records then also finds what they point to.
-        size = self._directory.write_json(f"{folder}/sites.json", batch.sites)
+        sites = self._sites_text(batch.sites)
+        size = self._directory.write_file(f"{folder}/sites.json", lambda file: put(file, sites))
         return size + self._directory.write_table(f"{folder}/records.parquet", table)
+
+    def _sites_text(self, sites: Mapping[str, Any]) -> bytes:
+        """The sites as JSON. What is the same object as in the last step is not turned into text again."""
+        pieces = {
+            key: held if (held := self._sites.get(key)) is not None and held[0] is value else (value, json_text(value))
+            for key, value in sites.items()
+        }
+        self._sites = pieces
+        text = ",\n ".join(f"{json_text(key)}: {piece[1]}" for key, piece in pieces.items())
+        return f"{{{text}}}".encode("ascii")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from msprobe_megatron.topology.shards import ShardSpec
 _NO_OPERATION = ("IdentityOp", "IdentityFuncOp", "Identity")
 _STACK_DEPTH = 24
 _NESTING = 4
+_NO_TENSORS = frozenset({type(None), str, int, float, bool, nn.Parameter, torch.dtype, torch.device, torch.Size})
 
 Fault = Callable[[BaseException, str], None]
 
@@ -44,6 +45,14 @@ class Sink(Protocol):
         """Take note of a tensor, now: it may be gone or changed after the call."""
 
 
+class _Places(NamedTuple):
+    """The two rows that a tensor of a module can have; ``absent`` if it is only an artefact of the pipeline's cut."""
+
+    activation: Place
+    gradient: Place
+    absent: bool
+
+
 class _Watched:
     """One module under watch: its places, made when first needed."""
 
@@ -51,7 +60,7 @@ class _Watched:
 
     def __init__(self, entry: names.NamedModule, chunk: int, layout: ChunkLayout, site: int) -> None:
         self.entry, self.chunk, self.layout, self.site = entry, chunk, layout, site
-        self.places: dict[tuple[str, str, str], Place | None] = {}
+        self.places: dict[tuple[str, str], _Places] = {}
         self.parameters = _parameter_names(entry.module)
         self.calls: dict[tuple[str, Moment], int] = {}
         self.current: tuple[str, Moment, int] = ("forward", Moment(0, 0), 0)
@@ -81,6 +90,8 @@ class ModuleSite:
         self._active = False
         self._round = 0
         self.stacks: dict[int, list[str]] = {}
+        self._structure: list[dict[str, Any]] = []
+        self._structured = 0
         self.watched: list[_Watched] = []
         for index, chunk in enumerate(chunks):
             layout = ChunkLayout.of(chunk)
@@ -110,34 +121,39 @@ class ModuleSite:
         self._handles.clear()
 
     def structure(self) -> list[dict[str, Any]]:
-        """Id, name, class and stack of every watched module, for sites.json."""
-        return [
-            {
-                "site": watched.site,
-                "name": watched.entry.name,
-                "vpp": watched.chunk,
-                "class": type(watched.entry.module).__name__,
-                "stack": self.stacks.get(watched.site, []),
-            }
-            for watched in self.watched
-        ]
+        """Id, name, class and stack of every watched module, for sites.json; the same object while nothing is new."""
+        if len(self._structure) != len(self.watched) or self._structured != len(self.stacks):
+            self._structured = len(self.stacks)
+            self._structure = [
+                {
+                    "site": watched.site,
+                    "name": watched.entry.name,
+                    "vpp": watched.chunk,
+                    "class": type(watched.entry.module).__name__,
+                    "stack": self.stacks.get(watched.site, []),
+                }
+                for watched in self.watched
+            ]
+        return self._structure
 
     def _before(self, watched: _Watched) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._active:
                 return
             try:
-                phase, moment = self._clock.calling()
-                call = watched.calls.get((phase, moment), 0)
-                watched.calls[phase, moment] = call + 1
-                watched.current = (phase, moment, call)
+                now = self._clock.calling()
+                calls = watched.calls
+                call = calls.get(now, 0)
+                calls[now] = call + 1
+                watched.current = (now[0], now[1], call)
                 if self._stacks and watched.site not in self.stacks:
                     self.stacks[watched.site] = _stack()
-                for path, tensor in _arguments(watched.parameters, args, kwargs):
-                    self._tensor(watched, "input", path, tensor, self._forward_in, self._backward_in)
+                if inputs:
+                    self._see(watched, "input", _arguments(watched.parameters, args, kwargs))
             except Exception as error:
                 self._fault(error, f"input of {watched.entry.name}")
 
+        inputs = self._forward_in or self._backward_in
         return hook
 
     def _after(self, watched: _Watched) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
@@ -145,28 +161,35 @@ class ModuleSite:
             if not self._active:
                 return
             try:
-                for path, tensor in _tensors(output, "", 0):
-                    self._tensor(watched, "output", path, tensor, self._forward_out, self._backward_out)
+                found: list[tuple[str, torch.Tensor]] = []
+                _find(output, "", 0, found)
+                self._see(watched, "output", found)
             except Exception as error:
                 self._fault(error, f"output of {watched.entry.name}")
 
         return hook
 
-    def _tensor(
-        self, watched: _Watched, io: str, path: str, tensor: torch.Tensor, forward: bool, backward: bool
-    ) -> None:
+    def _see(self, watched: _Watched, io: str, found: list[tuple[str, torch.Tensor]]) -> None:
         phase, moment, call = watched.current
-        if call:
-            path = f"call{call}.{path}" if path else f"call{call}"
-        if forward:
-            place = self._place(watched, "activation", io, path)
-            if place is not None:
-                self._sink.see(place, tensor, moment.microbatch, phase)
+        forward, backward = (
+            (self._forward_in, self._backward_in) if io == "input" else (self._forward_out, self._backward_out)
+        )
         # Under no_grad (the first pass of a checkpoint) the gradient will come through the recomputed tensor.
-        if backward and tensor.requires_grad and torch.is_grad_enabled():
-            place = self._place(watched, "gradient", io, path)
-            if place is not None:
-                tensor.register_hook(self._gradient(place, moment))  # type: ignore[no-untyped-call]
+        backward = backward and torch.is_grad_enabled()
+        for path, tensor in found:
+            if call:
+                path = f"call{call}.{path}" if path else f"call{call}"  # noqa: PLW2901
+            key = (io, path)
+            places = watched.places.get(key) or self._make_places(watched, io, path)
+            if places.absent:
+                continue
+            if forward:
+                self._sink.see(places.activation, tensor, moment.microbatch, phase)
+            if backward and tensor.requires_grad:
+                self._watch_gradient(tensor, places.gradient, moment)
+
+    def _watch_gradient(self, tensor: torch.Tensor, place: Place, moment: Moment) -> None:
+        tensor.register_hook(self._gradient(place, moment))  # type: ignore[no-untyped-call]
 
     def _gradient(self, place: Place, moment: Moment) -> Callable[[torch.Tensor], None]:
         this_round = self._round
@@ -182,23 +205,21 @@ class ModuleSite:
 
         return hook
 
-    def _place(self, watched: _Watched, kind: str, io: str, path: str) -> Place | None:
-        key = (kind, io, path)
-        if key not in watched.places:
-            watched.places[key] = self._make_place(watched, kind, io, path)
-        return watched.places[key]
-
-    def _make_place(self, watched: _Watched, kind: str, io: str, path: str) -> Place | None:
+    def _make_places(self, watched: _Watched, io: str, path: str) -> _Places:
         entry, layout = watched.entry, watched.layout
         plain_path = path.partition(".")[2] if path.startswith("call") else path
-        if at_stage_boundary(entry, io, plain_path, layout):
-            return None
 
         def spec(shape: tuple[int, ...]) -> ShardSpec:
             return activation_spec(entry, io, plain_path, len(shape), layout)
 
         op = type(entry.module).__name__
-        return Place(kind, entry.name, io, path, op, watched.chunk, watched.site, spec, self._where.size)
+        activation, gradient = (
+            Place(kind, entry.name, io, path, op, watched.chunk, watched.site, spec, self._where.size)
+            for kind in ("activation", "gradient")
+        )
+        absent = at_stage_boundary(entry, io, plain_path, layout)
+        found = watched.places[io, path] = _Places(activation, gradient, absent)
+        return found
 
 
 def _parameter_names(module: nn.Module) -> tuple[str, ...]:
@@ -213,29 +234,36 @@ def _parameter_names(module: nn.Module) -> tuple[str, ...]:
 
 def _arguments(
     parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> list[tuple[str, torch.Tensor]]:
+    found: list[tuple[str, torch.Tensor]] = []
     for index, value in enumerate(args):
-        yield from _tensors(value, parameters[index] if index < len(parameters) else str(index), 0)
+        if value is not None:
+            _find(value, parameters[index] if index < len(parameters) else str(index), 0, found)
     for name, value in kwargs.items():
-        yield from _tensors(value, name, 0)
+        if value is not None:
+            _find(value, name, 0, found)
+    return found
 
 
-def _tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _find(value: Any, path: str, depth: int, found: list[tuple[str, torch.Tensor]]) -> None:
     """Tensors inside nested containers with their paths. Parameters are left out: they have rows of their own."""
-    if isinstance(value, torch.Tensor):
-        if not isinstance(value, nn.Parameter):
-            yield path, value
-    elif value is None or isinstance(value, str | int | float | bool) or depth == _NESTING:
+    kind = type(value)
+    if kind is torch.Tensor:
+        found.append((path, value))
+    elif kind in _NO_TENSORS or depth == _NESTING:
         return
+    elif isinstance(value, torch.Tensor):
+        if not isinstance(value, nn.Parameter):
+            found.append((path, value))
     elif isinstance(value, tuple | list):
         for index, item in enumerate(value):
-            yield from _tensors(item, f"{path}.{index}" if path else str(index), depth + 1)
+            _find(item, f"{path}.{index}" if path else str(index), depth + 1, found)
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _tensors(item, f"{path}.{key}" if path else str(key), depth + 1)
+            _find(item, f"{path}.{key}" if path else str(key), depth + 1, found)
     elif is_dataclass(value) and not isinstance(value, type):
         for item in fields(value):
-            yield from _tensors(getattr(value, item.name), f"{path}.{item.name}" if path else item.name, depth + 1)
+            _find(getattr(value, item.name), f"{path}.{item.name}" if path else item.name, depth + 1, found)
 
 
 def _stack() -> list[str]:

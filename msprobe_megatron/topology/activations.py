@@ -2,7 +2,7 @@
 
 Two tables say which dimensions a tensor has; a new module is one more line. Dimensions are written in a shorthand:
 
-    s    sequence, cut over CP in zig-zag            S     the same, and over TP where sequence parallel holds
+    s    sequence, cut over CP (zig-zag)             S     the same, and over TP where sequence parallel holds
     b    batch, other samples on other DP ranks      S*b   tokens, sequence outermost
     n/tp heads cut over TP                           x     tokens sent to experts: no fixed order
     k, h, d, v, e, 1                                 whole
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from msprobe_megatron.topology.blind_spots import context_parallel_order
+from msprobe_megatron.topology.host import megatron_arguments
 from msprobe_megatron.topology.names import NamedModule, unwrap
 from msprobe_megatron.topology.shards import Cut, Dim, ShardSpec
 
@@ -92,6 +94,7 @@ class ChunkLayout:
     sequence_parallel: bool = False
     pre_process: bool = True
     post_process: bool = True
+    cp_order: str = "zigzag"
 
     @classmethod
     def of(cls, chunk: nn.Module) -> ChunkLayout:
@@ -102,6 +105,7 @@ class ChunkLayout:
             sequence_parallel=bool(getattr(config, "sequence_parallel", False)),
             pre_process=bool(getattr(model, "pre_process", True)),
             post_process=bool(getattr(model, "post_process", True)),
+            cp_order=context_parallel_order(megatron_arguments()),
         )
 
 
@@ -196,7 +200,7 @@ def _expert(io: str, path: str) -> str | None:
 def _dim(word: str, layout: ChunkLayout) -> Dim:
     name, _, cut = word.partition("/")
     if name in ("S", "s", "S*b"):
-        cuts = [Cut("cp", "zigzag")]
+        cuts = [Cut("cp", layout.cp_order)]
         if name != "s" and layout.sequence_parallel:
             cuts.append(Cut("tp"))
         if name == "S*b":

@@ -32,6 +32,13 @@ def resumed_iteration() -> int:
     return int(value) if isinstance(value, int) else 0
 
 
+def rerunning() -> bool:
+    """Whether Megatron's rerun machine is repeating a step that has already been run in this process."""
+    module = sys.modules.get("megatron.core.rerun_state_machine")
+    machine = getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    return getattr(getattr(machine, "state", None), "name", "") == "RERUNNING_IN_PLACE"
+
+
 def plain(arguments: Any) -> dict[str, Any]:
     """A namespace as JSON-able values; secrets are masked, other objects become their text.
 

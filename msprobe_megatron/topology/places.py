@@ -5,11 +5,27 @@ Sites make one for each tensor they watch and use it again at every call, so tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from msprobe_megatron.topology.shards import ShardSpec
 
 Shape = tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """A tensor of one shape: shard text, global shape (None where there is none), its shape, elements.
+
+    ``local`` is the shape of the whole local tensor, of which a sighting may show only a flat range.
+    """
+
+    shard: str
+    whole: Shape | None
+    shape: Shape
+    numel: int
+    spec: ShardSpec
+    local: Shape
 
 
 class Place:
@@ -21,16 +37,16 @@ class Place:
     Example::
 
         place = Place("activation", "decoder.layers.0", "output", "0", "TransformerLayer", 0, -1, spec, sizes.get)
-        place.layout((16, 2, 64))        # ("s[cp:zigzag] b h", (32, 2, 64))
+        place.layout((16, 2, 64)).whole        # (32, 2, 64), of shard "s[cp:zigzag] b h"
     """
 
     __slots__ = (
-        "_layouts",
         "_local_shape",
         "_size",
         "_spec",
         "io",
         "kind",
+        "layouts",
         "name",
         "op",
         "path",
@@ -54,13 +70,15 @@ class Place:
         self.kind, self.name, self.io, self.path, self.op = kind, name, io, path, op
         self.vpp, self.site = vpp, site
         self._spec, self._size, self._local_shape = spec, size, local_shape
-        self._layouts: dict[Shape, tuple[str, Shape | None]] = {}
+        self.layouts: dict[Shape, Layout] = {}
 
-    def layout(self, shape: Shape) -> tuple[str, Shape | None]:
-        """Shard text and global shape for a local shape."""
-        found = self._layouts.get(shape)
-        if found is None:
-            spec = self._spec(shape).only(lambda axis: self._size(axis) > 1)
-            found = (str(spec), spec.global_shape(self._local_shape or shape, self._size))
-            self._layouts[shape] = found
+    def layout(self, shape: Shape) -> Layout:
+        """What is known of a tensor of this local shape; worked out once a shape."""
+        return self.layouts.get(shape) or self._new_layout(shape)
+
+    def _new_layout(self, shape: Shape) -> Layout:
+        spec = self._spec(shape).only(lambda axis: self._size(axis) > 1)
+        whole = spec.global_shape(self._local_shape or shape, self._size)
+        found = Layout(str(spec), whole, tuple(shape), math.prod(shape), spec, self._local_shape or tuple(shape))
+        self.layouts[found.shape] = found
         return found

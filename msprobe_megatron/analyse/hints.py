@@ -1,0 +1,69 @@
+"""Hints: what a pattern of differences usually means. Words only; no verdict rests on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from msprobe_megatron.analyse.load import Run
+from msprobe_megatron.analyse.match import Pairs
+
+_MANY = 0.9
+_SPREAD = 0.02
+
+
+def hints(golden: Run, run: Run, pairs: Pairs, states: Sequence[str], order: Sequence[int]) -> list[str]:
+    """What to think of first; `order` are the tensors that differ by themselves, causes first.
+
+    Example::
+
+        hints(golden, run, pairs, states, by_themselves)    # ["all gradients are 2 times those of ..."]
+    """
+    found = [*_dropout(golden, run), *_weights(pairs, states), *_factor(pairs, states)]
+    first = order[0] if order else None
+    if first is not None and pairs["kind"][first] == "grad_reduced":
+        found.append(
+            "all recorded activations and activation gradients before it agree: look at how this weight's gradient"
+            " is accumulated over microbatches and reduced over ranks"
+        )
+    if first is not None and pairs["kind"][first] in ("activation", "gradient") and _arrives(pairs, first):
+        found.append("it is what arrives at the module: look at what feeds it (communication, residual, schedule)")
+    return found
+
+
+def _arrives(pairs: Pairs, i: int) -> bool:
+    return bool((pairs["kind"][i] == "activation") == (pairs["io"][i] == "input"))
+
+
+def _dropout(golden: Run, run: Run) -> list[str]:
+    for side in (golden, run):
+        for name in ("attention_dropout", "hidden_dropout"):
+            if side.facts.get("arguments", {}).get(name):
+                return [f"{name} is not 0 in {side.path}: random numbers differ between layouts; switch it off"]
+    return []
+
+
+def _weights(pairs: Pairs, states: Sequence[str]) -> list[str]:
+    weights = np.flatnonzero((pairs["kind"] == "parameter") & (pairs["step"] == pairs["step"].min())).tolist()
+    differ = sum(states[i] == "diverged" for i in weights)
+    if len(weights) and differ > 0.5 * len(weights):
+        return [f"{differ} of {len(weights)} weights differ from the start: load one checkpoint into both runs"]
+    return []
+
+
+def _factor(pairs: Pairs, states: Sequence[str]) -> list[str]:
+    """All gradients off by one factor: the loss is scaled otherwise."""
+    gradients = np.flatnonzero((pairs["kind"] == "gradient") & (pairs["step"] == pairs["step"].min())).tolist()
+    differ = [i for i in gradients if states[i] in ("diverged", "inherited")]
+    if not len(gradients) or len(differ) < _MANY * len(gradients):
+        return []
+    with np.errstate(all="ignore"):
+        ratios = np.sqrt(pairs["sumsq_r"][differ] / pairs["sumsq_l"][differ])
+    ratios = ratios[np.isfinite(ratios)]
+    if not len(ratios):
+        return []
+    middle = float(np.median(ratios))
+    if middle == 0 or np.mean(np.abs(ratios / middle - 1) < _SPREAD) < _MANY:
+        return []
+    return [f"all gradients are {middle:.4g} times those of the golden run: look at how the loss is averaged"]

@@ -1,0 +1,136 @@
+"""How far two right runs may be apart: from dtype, length of reductions, depth and steps; nothing to tune.
+
+All figures are relative, in units that cannot vanish by cancellation: norms against the norm, sums against
+sqrt(numel * sum of squares), extremes against the largest magnitude.
+
+- One operation rounds its result to eps of the coarsest dtype of the run, and its reduction of length K, done in
+  float32, adds eps32 * sqrt(K).
+- Errors of many operations add like a random walk: sqrt(1 + 2 d) at depth d, counted in layers from the data
+  forward to the loss and on backward. A fault is systematic and soon far above that.
+- Weights are equal bit for bit at the first step; what differs is the rounding of their statistics.
+- An Adam step moves a weight by lr whatever the size of its gradient, so gradients inside the noise move it at random:
+  of relative noise x, a share x of the elements, hence lr * sqrt(x) in root mean square, each step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from msprobe_megatron.analyse.load import Run
+from msprobe_megatron.analyse.match import Pairs
+from msprobe_megatron.topology.layers import layer_of
+
+Floats = npt.NDArray[np.float64]
+
+EPS32 = 2.0**-23
+EPS = {
+    **{"float64": 2.0**-52, "float32": EPS32, "tf32": 2.0**-10, "float16": 2.0**-10, "bfloat16": 2.0**-7},
+    **{"float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2, "float8_e4m3fnuz": 2.0**-3, "float8_e5m2fnuz": 2.0**-2},
+}
+_LARGEST = 0.25
+_MARGIN = 1.5
+_EXACT = 1e-12
+_DATA = ("input_ids", "labels", "position_ids", "loss_mask", "attention_mask")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the tolerances of a pair of runs depend on, besides the tensors themselves.
+
+    Example::
+
+        scene = Scene.of(golden, run, pairs)
+        allowed = tolerances(pairs, scene)
+    """
+
+    eps: float
+    layers: int
+    reduction: float
+    tokens: float
+    first_step: int
+    lr: float
+
+    @classmethod
+    def of(cls, golden: Run, run: Run, pairs: Pairs) -> Scene:
+        """Read it from the facts of both runs and the dtypes of their activations."""
+        arguments = golden.facts.get("arguments", {}), run.facts.get("arguments", {})
+
+        def largest(*names: str, otherwise: float) -> float:
+            found = [a[n] for a in arguments for n in names if isinstance(a.get(n), int | float) and a[n]]
+            return float(max(found, default=otherwise))
+
+        activations = pairs["kind"] == "activation"
+        seen = {*pairs["dtype_l"][activations], *pairs["dtype_r"][activations]}
+        layers = [n for name in set(pairs["name"]) if (n := layer_of(name)) is not None]
+        starts = [a["iteration"] for a in arguments if isinstance(a.get("iteration"), int)]
+        sequence = largest("seq_length", otherwise=4096)
+        return cls(
+            eps=max((EPS[dtype] for dtype in seen if dtype in EPS), default=EPS32),
+            layers=max(layers, default=-1) + 1,
+            reduction=largest("hidden_size", "ffn_hidden_size", "seq_length", otherwise=4096),
+            tokens=sequence * largest("global_batch_size", otherwise=1024),
+            first_step=max(starts, default=0),
+            lr=largest("lr", otherwise=1e-3),
+        )
+
+
+def is_data(pairs: Pairs) -> npt.NDArray[np.bool_]:
+    """Entries that are the model's own inputs: the batch."""
+    inputs = (pairs["name"] == "model") & (pairs["io"] == "input") & np.isin(pairs["path"], _DATA)
+    found: npt.NDArray[np.bool_] = inputs & (pairs["kind"] == "activation") | (pairs["kind"] == "data")
+    return found
+
+
+def depths(pairs: Pairs, layers: int) -> Floats:
+    """Number of layers between the data and each tensor, on the way forward to the loss and back."""
+    known: dict[str, int] = {}
+    for name in set(pairs["name"]):
+        layer = layer_of(name)
+        before = name.startswith(("embedding", "rotary", "model"))
+        known[name] = layer + 1 if layer is not None else 0 if before else layers + 1
+    forward = np.array([known[name] for name in pairs["name"]], np.float64)
+    # The model's output is the loss itself.
+    forward[(pairs["name"] == "model") & (pairs["io"] == "output")] = layers + 1
+    on_the_way_back = np.isin(pairs["kind"], ("gradient", "grad_reduced", "grad_clipped", "optimizer_state", "update"))
+    return np.where(on_the_way_back, 2 * (layers + 1) - forward, forward)
+
+
+def tolerances(pairs: Pairs, scene: Scene) -> Floats:
+    """Largest relative error, of norm, sum and half of the extremes, that rounding explains; one a tensor."""
+    kinds = pairs["kind"]
+    weight_gradient = np.isin(kinds, ("grad_reduced", "grad_clipped", "optimizer_state", "update"))
+    length = np.where(weight_gradient, scene.tokens, scene.reduction)
+    noise = (scene.eps + EPS32 * np.sqrt(length)) * np.sqrt(1 + 2 * depths(pairs, scene.layers))
+    parameters = kinds == "parameter"
+    own_eps = np.array([max(EPS.get(a, 0.0), EPS.get(b, 0.0)) for a, b in _dtypes(pairs)])
+    same_dtype = pairs["dtype_l"] == pairs["dtype_r"]
+    noise[parameters] = np.where(same_dtype, 2 * EPS32, own_eps)[parameters]
+    noise += _drift(pairs, scene, parameters)
+    updates = kinds == "update"
+    noise[updates] = np.sqrt(np.minimum(noise[updates], 1.0))
+    allowed: Floats = np.minimum(_MARGIN * noise, _LARGEST)
+    whole_numbers = np.array([a not in EPS and a is not None for a in pairs["dtype_l"]])
+    allowed[is_data(pairs) & whole_numbers] = _EXACT
+    return allowed
+
+
+def _dtypes(pairs: Pairs) -> zip[tuple[str, str]]:
+    return zip(pairs["dtype_l"], pairs["dtype_r"], strict=True)
+
+
+def _drift(pairs: Pairs, scene: Scene, parameters: npt.NDArray[np.bool_]) -> Floats:
+    """What the optimizer has made of the rounding of the gradients since the weights were equal."""
+    steps = np.maximum(pairs["step"].astype(np.float64) - scene.first_step, 0)
+    gradient_noise = (scene.eps + EPS32 * np.sqrt(scene.tokens)) * np.sqrt(1 + 4 * (scene.layers + 1))
+    moved = steps * scene.lr * np.sqrt(gradient_noise)
+    with np.errstate(all="ignore"):
+        own = np.sqrt(pairs["sumsq_l"] / pairs["numel_l"])
+    matrices = parameters & np.array([shape is not None and len(shape) > 1 for shape in pairs["global_shape_l"]])
+    sizes = own[matrices & np.isfinite(own) & (own > 0)]
+    typical = float(np.median(sizes)) if len(sizes) else 0.02
+    size = np.where(parameters & np.isfinite(own) & (own > 0), own, typical)
+    drift: Floats = moved / size
+    return drift

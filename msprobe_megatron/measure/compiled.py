@@ -1,0 +1,104 @@
+"""Tensors of host memory through the compiled kernel: all figures of a slot in one call.
+
+The fast path of ``stats`` and ``digest``, for what the kernel can read; it says no to everything else, and the caller
+takes the torch path. Looks at a tensor by its address: no operation of torch, no change of its version counter.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import torch
+
+from msprobe_megatron.measure.flatten import is_dense
+from msprobe_megatron.measure.plans import STATISTICS_ONLY, Numbering, Plan, make_plan
+from msprobe_megatron.native import Kernel, library
+
+_PLANS_KEPT = 4096
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_strided = torch.strided
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+_CODES = {
+    "float32": library.FLOAT32,
+    "float64": library.FLOAT64,
+    "bfloat16": library.BFLOAT16,
+    "float16": library.FLOAT16,
+    "int16": library.INT16,
+    "int32": library.INT32,
+    "int64": library.INT64,
+    "uint16": library.UINT16,
+    "uint32": library.UINT32,
+    "uint64": library.UINT64,
+}
+_BYTES = (
+    *("bool", "uint8", "int8"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+
+
+class Compiled:
+    """Measures tensors into slots given by their address: 5 doubles, 4 counts, then digest and sketch if asked.
+
+    Example::
+
+        compiled = Compiled(native.load(), digest=True)
+        slot = torch.zeros(10, dtype=torch.int64)
+        compiled(torch.ones(3), slot.data_ptr())     # True
+    """
+
+    def __init__(self, kernel: Kernel, *, digest: bool = False, sketch: int = 0) -> None:
+        self._stats, self._measure = kernel.stats, kernel.measure
+        self._numbered = digest or sketch > 0
+        self._cells = sketch if self._numbered else STATISTICS_ONLY
+        self._plans: dict[Any, Plan | None] = {}
+        self._tables = {name: _values_of(name) for name in _BYTES if hasattr(torch, name)}
+        self._codes: dict[torch.dtype, tuple[int, int]] = {
+            getattr(torch, name): (code, 0) for name, code in _CODES.items() if hasattr(torch, name)
+        }
+        for name, table in self._tables.items():
+            self._codes[getattr(torch, name)] = (library.BYTE, table.buffer_info()[0])
+
+    def __call__(self, x: torch.Tensor, address: int, numbering: Numbering | None = None) -> bool:
+        """Fill the slot at ``address``; False, with the slot untouched, when this is no tensor for the kernel."""
+        found = self._codes.get(x.dtype)
+        if found is None or type(x) not in _PLAIN_TYPES or not x.is_cpu or x.layout is not _strided:
+            return False
+        pointer, numel = x.data_ptr(), x.numel()
+        # A lazy negative says something else than its memory; a freed storage has no memory.
+        if (not pointer and numel) or x.is_neg() or _is_wrapped(x):
+            return False
+        code, values = found
+        if not self._numbered and x.is_contiguous():
+            self._stats(pointer, numel, code, values, address)
+            return True
+        shape, strides = x.shape, x.stride()
+        key = (code, values, shape, strides, id(numbering))
+        plan = self._plans[key] if key in self._plans else self._new_plan(key, x, numbering)
+        if plan is None:
+            self._stats(pointer, numel, code, values, address)
+        else:
+            self._measure(pointer, plan.address, address)
+        return True
+
+    def _new_plan(self, key: Any, x: torch.Tensor, numbering: Numbering | None) -> Plan | None:
+        if len(self._plans) >= _PLANS_KEPT:
+            self._plans.clear()
+        plan = None
+        # Statistics do not depend on the order: what fills its memory is read as it lies.
+        if self._numbered or not is_dense(x):
+            code, values, shape, strides, _ = key
+            plan = make_plan(code, values, shape, strides, numbering, self._cells)
+            plan = plan._replace(held=(*plan.held, numbering))  # its identity is part of the key
+        self._plans[key] = plan
+        return plan
+
+
+def _values_of(name: str) -> array[float]:
+    """What each of the 256 bytes stands for in an 8-bit dtype."""
+    with torch.inference_mode(False), torch.no_grad():
+        codes = torch.arange(256, dtype=torch.uint8, device="cpu")
+        if name == "bool":
+            return array("d", [0.0] + [1.0] * 255)
+        return array("d", codes.view(getattr(torch, name)).to(torch.float32).tolist())

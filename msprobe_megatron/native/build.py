@@ -1,0 +1,139 @@
+"""Building the kernel once for each user, machine level and compiler, into a private cache.
+
+A library found in the cache is only loaded when nobody else could have written it. Several ranks may start at once:
+one builds, the others wait for it a while; whatever happens, what appears under the final name is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import secrets
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from msprobe_megatron.native.levels import Level
+
+SOURCE = Path(__file__).with_name("kernel.cpp")
+_COMPILERS = ("c++", "g++", "clang++")
+# -ffp-contract=off: a fused multiply-add rounds differently, and levels must agree to the bit.
+_FLAGS = ("-std=c++14", "-O3", "-shared", "-fPIC", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-w")
+
+
+class BuildError(Exception):
+    """No library could be made; the text says why."""
+
+
+def cache_directory() -> Path:
+    """The private directory of built libraries: ``$MSPROBE_CACHE``, else below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    named = os.environ.get("MSPROBE_CACHE")
+    if named:
+        return Path(named)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "msprobe_megatron"
+
+
+def built(level: Level, timeout: float) -> Path:
+    """The library of a level, from the cache or built now within ``timeout`` seconds; raises `BuildError`.
+
+    Example::
+
+        path = built(levels()[0], timeout=60.0)
+    """
+    deadline = time.monotonic() + timeout
+    compiler = next((path for name in _compilers() if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise BuildError(f"no C++ compiler among {', '.join(_compilers())}")
+    folder = _private(cache_directory())
+    path = folder / f"kernel_{level.name}_{_fingerprint(compiler, level, deadline)}.so"
+    if _trusted(path):
+        return path
+    with _alone(folder / f"{path.stem}.lock", deadline):
+        if not _trusted(path):
+            _compile(compiler, level, path, deadline)
+    if not _trusted(path):
+        raise BuildError(f"{path}: not a file of this user alone")
+    return path
+
+
+def _compilers() -> tuple[str, ...]:
+    named = os.environ.get("CXX", "").split()
+    return (named[0],) if named else _COMPILERS
+
+
+def _fingerprint(compiler: str, level: Level, deadline: float) -> str:
+    try:
+        version = subprocess.run(
+            [compiler, "--version"], capture_output=True, timeout=_left(deadline), check=True, stdin=subprocess.DEVNULL
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{compiler}: {error}") from error
+    seed = (SOURCE.read_bytes(), version, " ".join((*_FLAGS, *level.flags)).encode(), platform.machine().encode())
+    return hashlib.sha256(b"\0".join(seed)).hexdigest()[:24]
+
+
+def _compile(compiler: str, level: Level, path: Path, deadline: float) -> None:
+    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(6)}.tmp")
+    command = [compiler, *_FLAGS, *level.flags, "-o", str(temporary), str(SOURCE), "-lm"]
+    try:
+        subprocess.run(command, capture_output=True, timeout=_left(deadline), check=True, stdin=subprocess.DEVNULL)
+        os.chmod(temporary, 0o700)
+        os.rename(temporary, path)
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"]
+        raise BuildError(f"{compiler} failed: {lines[0]}") from error
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{compiler}: {error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _private(folder: Path) -> Path:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.stat(folder, follow_symlinks=False)
+    except OSError as error:
+        raise BuildError(f"{folder}: {error.strerror or error}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise BuildError(f"{folder}: must be a directory of this user with mode 0700")
+    return folder
+
+
+def _trusted(path: Path) -> bool:
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+@contextlib.contextmanager
+def _alone(path: Path, deadline: float) -> Iterator[None]:
+    """Hold the lock of a build. A file system without locks means that several ranks build the same: harmless."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BuildError("another process is still building it") from None
+                time.sleep(0.05)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())

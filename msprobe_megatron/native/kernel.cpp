@@ -1,0 +1,428 @@
+// One read of a tensor in host memory: statistics, digest and sketch. Compiled by build.py, called through ctypes.
+//
+// Plain C interface, no torch and no C++ runtime, so that it builds in a second and fits every torch. Compiled once
+// for each level of instructions that a machine of the job has; lanes and order of addition are the same at every
+// level, and so are the bits of the results.
+// Sums are kept in double. A piece whose sum is not finite holds a NaN or an Inf and is read again, one by one.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int64_t PIECE = 2048;
+
+// Vectors as wide as the level has; sixteen lanes are two to four of them where they are narrower.
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX2__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+constexpr int LANES = BYTES / 4;   // of float
+constexpr int GROUPS = 16 / LANES;  // of float vectors that make sixteen lanes
+
+typedef float Floats __attribute__((vector_size(BYTES)));
+typedef int32_t Ints __attribute__((vector_size(BYTES)));
+typedef uint32_t Words __attribute__((vector_size(BYTES)));
+typedef uint16_t Shorts __attribute__((vector_size(BYTES / 2)));
+typedef float HalfFloats __attribute__((vector_size(BYTES / 2)));
+typedef double Doubles __attribute__((vector_size(BYTES)));
+typedef int64_t Longs __attribute__((vector_size(BYTES)));
+constexpr int PAIRS = BYTES / 8;
+
+enum Code { F32, F64, BF16, FP16, I16C, I32C, I64C, U16C, U32C, U64C, BYTE };
+
+struct Stats {
+    double low, high, sum, squares;
+    int64_t nan, posinf, neginf, zero;
+};
+
+INLINE void clear(Stats& s) {
+    s.low = INFINITY;
+    s.high = -INFINITY;
+    s.sum = s.squares = 0;
+    s.nan = s.posinf = s.neginf = s.zero = 0;
+}
+
+// Elements that are read as float, a vector at a time.
+struct Single {
+    typedef float T;
+    INLINE void load(const T* p, Floats& v) { memcpy(&v, p, BYTES); }
+    INLINE double one(const T* p) { return *p; }
+};
+struct Brain {
+    typedef uint16_t T;
+    INLINE void load(const T* p, Floats& v) {
+        Shorts h;
+        memcpy(&h, p, BYTES / 2);
+        v = (Floats)(__builtin_convertvector(h, Words) << 16);
+    }
+    INLINE double one(const T* p) {
+        uint32_t u = (uint32_t)*p << 16;
+        float f;
+        memcpy(&f, &u, 4);
+        return f;
+    }
+};
+struct Half {
+    typedef uint16_t T;
+    // Without conversion instructions and without a subnormal operand: some jobs flush those to zero.
+    INLINE void load(const T* p, Floats& v) {
+        Shorts h;
+        memcpy(&h, p, BYTES / 2);
+        Words u = __builtin_convertvector(h, Words);
+        Words bits = (u & 0x7fff) << 13, exponent = bits & 0x0f800000;
+        Floats small = (Floats)(bits + 0x38800000) - 6.103515625e-05f;
+        Words is_small = (Words)(exponent == 0), is_infinite = (Words)(exponent == 0x0f800000);
+        Words large = bits + 0x38000000 + (is_infinite & 0x38000000);
+        v = (Floats)((is_small & (Words)small) | (~is_small & large) | ((u & 0x8000) << 16));
+    }
+    INLINE double one(const T* p) {
+        uint32_t h = *p, exponent = (h >> 10) & 31, fraction = h & 1023;
+        double v = exponent == 31 ? (fraction ? NAN : INFINITY)
+                 : exponent ? ldexp(1024.0 + fraction, (int)exponent - 25) : ldexp((double)fraction, -24);
+        return h & 0x8000 ? -v : v;
+    }
+};
+// Elements that are read as double, a vector at a time.
+template <class E> struct Wide {
+    typedef E T;
+    INLINE void load(const T* p, Doubles& v) {
+        typedef E Some __attribute__((vector_size(PAIRS * sizeof(E))));
+        Some some;
+        memcpy(&some, p, sizeof some);
+        v = __builtin_convertvector(some, Doubles);
+    }
+    INLINE double one(const T* p) { return (double)*p; }
+};
+
+INLINE void one_by_one(double v, Stats& s) {
+    if (v != v) { s.nan++; return; }
+    if (v == INFINITY) { s.posinf++; return; }
+    if (v == -INFINITY) { s.neginf++; return; }
+    s.low = v < s.low ? v : s.low;
+    s.high = v > s.high ? v : s.high;
+    s.sum += v;
+    s.squares += v * v;
+    s.zero += v == 0;
+}
+
+// Sixteen lanes in the same order at every level.
+INLINE double total(const Doubles* lanes, int vectors) {
+    double v[16];
+    memcpy(v, lanes, (size_t)vectors * BYTES);
+    for (int width = vectors * PAIRS / 2; width; width /= 2)
+        for (int k = 0; k < width; k++) v[k] += v[k + width];
+    return v[0];
+}
+
+INLINE void add(Stats& s, const Stats& part) {
+    s.low = part.low < s.low ? part.low : s.low;
+    s.high = part.high > s.high ? part.high : s.high;
+    s.sum += part.sum;
+    s.squares += part.squares;
+    s.nan += part.nan;
+    s.posinf += part.posinf;
+    s.neginf += part.neginf;
+    s.zero += part.zero;
+}
+
+template <class R> INLINE void slowly(const typename R::T* p, int64_t n, Stats& s) {
+    for (int64_t i = 0; i < n; i++) one_by_one(R::one(p + i), s);
+}
+
+template <class R> INLINE void narrow_piece(const typename R::T* p, int64_t n, Stats& s) {
+    int64_t whole = n & ~(int64_t)15;
+    Stats part;
+    clear(part);
+    if (whole) {
+        Floats low, high;
+        R::load(p, low);
+        high = low;
+        Doubles sums[2 * GROUPS] = {}, squares[2 * GROUPS] = {};
+        Ints zeros = {};
+        for (int64_t i = 0; i < whole; i += 16) {
+#pragma GCC unroll 4
+            for (int g = 0; g < GROUPS; g++) {
+                Floats v;
+                R::load(p + i + g * LANES, v);
+                low = v < low ? v : low;
+                high = v > high ? v : high;
+                zeros -= (v == 0.0f);
+                HalfFloats left, right;
+                memcpy(&left, &v, BYTES / 2);
+                memcpy(&right, (const char*)&v + BYTES / 2, BYTES / 2);
+                Doubles a = __builtin_convertvector(left, Doubles), b = __builtin_convertvector(right, Doubles);
+                sums[2 * g] += a;
+                sums[2 * g + 1] += b;
+                squares[2 * g] += a * a;
+                squares[2 * g + 1] += b * b;
+            }
+        }
+        part.sum = total(sums, 2 * GROUPS);
+        part.squares = total(squares, 2 * GROUPS);
+        for (int k = 0; k < LANES; k++) {
+            part.low = low[k] < part.low ? low[k] : part.low;
+            part.high = high[k] > part.high ? high[k] : part.high;
+            part.zero += zeros[k];
+        }
+        if (!__builtin_isfinite(part.sum)) {
+            clear(part);
+            slowly<R>(p, whole, part);
+        }
+    }
+    slowly<R>(p + whole, n - whole, part);
+    add(s, part);
+}
+
+template <class R> INLINE void wide_piece(const typename R::T* p, int64_t n, Stats& s) {
+    constexpr int VECTORS = 8 / PAIRS;
+    int64_t whole = n & ~(int64_t)7;
+    Stats part;
+    clear(part);
+    if (whole) {
+        Doubles low, high;
+        R::load(p, low);
+        high = low;
+        Doubles sums[VECTORS] = {}, squares[VECTORS] = {};
+        Longs zeros = {};
+        for (int64_t i = 0; i < whole; i += 8) {
+#pragma GCC unroll 4
+            for (int g = 0; g < VECTORS; g++) {
+                Doubles v;
+                R::load(p + i + g * PAIRS, v);
+                low = v < low ? v : low;
+                high = v > high ? v : high;
+                zeros -= (v == 0.0);
+                sums[g] += v;
+                squares[g] += v * v;
+            }
+        }
+        part.sum = total(sums, VECTORS);
+        part.squares = total(squares, VECTORS);
+        for (int k = 0; k < PAIRS; k++) {
+            part.low = low[k] < part.low ? low[k] : part.low;
+            part.high = high[k] > part.high ? high[k] : part.high;
+            part.zero += zeros[k];
+        }
+        if (!__builtin_isfinite(part.sum)) {
+            clear(part);
+            slowly<R>(p, whole, part);
+        }
+    }
+    slowly<R>(p + whole, n - whole, part);
+    add(s, part);
+}
+
+// Eight-bit formats have 256 values: count them, then look at each value once.
+void byte_piece(const uint8_t* p, int64_t n, int64_t* counts) {
+    for (int64_t i = 0; i < n; i++) counts[p[i]]++;
+}
+
+void stats_piece(int code, const void* p, int64_t n, Stats& s, int64_t* bytes) {
+    switch (code) {
+        case F32: narrow_piece<Single>((const float*)p, n, s); break;
+        case BF16: narrow_piece<Brain>((const uint16_t*)p, n, s); break;
+        case FP16: narrow_piece<Half>((const uint16_t*)p, n, s); break;
+        case F64: wide_piece<Wide<double>>((const double*)p, n, s); break;
+        case I16C: wide_piece<Wide<int16_t>>((const int16_t*)p, n, s); break;
+        case I32C: wide_piece<Wide<int32_t>>((const int32_t*)p, n, s); break;
+        case I64C: wide_piece<Wide<int64_t>>((const int64_t*)p, n, s); break;
+        case U16C: wide_piece<Wide<uint16_t>>((const uint16_t*)p, n, s); break;
+        case U32C: wide_piece<Wide<uint32_t>>((const uint32_t*)p, n, s); break;
+        case U64C: wide_piece<Wide<uint64_t>>((const uint64_t*)p, n, s); break;
+        default: byte_piece((const uint8_t*)p, n, bytes);
+    }
+}
+
+// One step at a time and not count * value: 8-bit integers stay exact, and so does everything below 2**53.
+void bytes_to_stats(const int64_t* counts, const double* values, Stats& s) {
+    for (int k = 0; k < 256; k++) {
+        int64_t n = counts[k];
+        double v = values[k];
+        if (!n) continue;
+        if (v != v) s.nan += n;
+        else if (v == INFINITY) s.posinf += n;
+        else if (v == -INFINITY) s.neginf += n;
+        else {
+            s.low = v < s.low ? v : s.low;
+            s.high = v > s.high ? v : s.high;
+            s.sum += v * (double)n;
+            s.squares += v * v * (double)n;
+            if (v == 0) s.zero += n;
+        }
+    }
+}
+
+// The key of an element: odd, and as good as random in its place. digest.py has the same lines in torch.
+INLINE uint64_t key_of(uint64_t index) {
+    uint64_t r = (index + 1) * 0x9e3779b97f4a7c15ull;
+    r ^= r >> 32;
+    r *= 0xd6e8feb86659fd93ull;
+    r ^= r >> 29;
+    return r | 1;
+}
+
+template <class U> INLINE uint64_t digest_piece(const U* p, int64_t n, uint64_t index) {
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t b = ((uint64_t)p[i] + 1) * 0xa0761d6478bd642full;
+        b ^= b >> 32;
+        sum += b * key_of(index + (uint64_t)i);
+    }
+    return sum;
+}
+
+INLINE int width_of(int code) {
+    switch (code) {
+        case F32: case I32C: case U32C: return 4;
+        case F64: case I64C: case U64C: return 8;
+        case BYTE: return 1;
+        default: return 2;
+    }
+}
+
+uint64_t digest_of(int width, const void* p, int64_t n, uint64_t index) {
+    switch (width) {
+        case 1: return digest_piece((const uint8_t*)p, n, index);
+        case 2: return digest_piece((const uint16_t*)p, n, index);
+        case 4: return digest_piece((const uint32_t*)p, n, index);
+        default: return digest_piece((const uint64_t*)p, n, index);
+    }
+}
+
+template <class R> INLINE void doubles(const void* p, int64_t n, double* out) {
+    const typename R::T* q = (const typename R::T*)p;
+    for (int64_t i = 0; i < n; i++) out[i] = R::one(q + i);
+}
+
+void to_doubles(int code, const void* p, int64_t n, const double* values, double* out) {
+    switch (code) {
+        case F32: doubles<Single>(p, n, out); break;
+        case BF16: doubles<Brain>(p, n, out); break;
+        case FP16: doubles<Half>(p, n, out); break;
+        case F64: doubles<Wide<double>>(p, n, out); break;
+        case I16C: doubles<Wide<int16_t>>(p, n, out); break;
+        case I32C: doubles<Wide<int32_t>>(p, n, out); break;
+        case I64C: doubles<Wide<int64_t>>(p, n, out); break;
+        case U16C: doubles<Wide<uint16_t>>(p, n, out); break;
+        case U32C: doubles<Wide<uint32_t>>(p, n, out); break;
+        case U64C: doubles<Wide<uint64_t>>(p, n, out); break;
+        default: for (int64_t i = 0; i < n; i++) out[i] = values[((const uint8_t*)p)[i]];
+    }
+}
+
+// Each element is added with a sign to one of k cells, both chosen by its key; what is not finite is left out.
+void sketch_piece(const double* v, int64_t n, uint64_t index, int64_t k, double* cells) {
+    uint64_t keys[PIECE];
+    for (int64_t i = 0; i < n; i++) keys[i] = key_of(index + (uint64_t)i);
+    for (int64_t i = 0; i < n; i++) {
+        if (!__builtin_isfinite(v[i])) continue;
+        int64_t cell = (int64_t)(((keys[i] >> 32) * (uint64_t)k) >> 32);
+        cells[cell] += keys[i] & 2 ? v[i] : -v[i];
+    }
+}
+
+void gather(int width, const char* from, int64_t step, int64_t n, char* to) {
+    switch (width) {
+        case 1: for (int64_t i = 0; i < n; i++) to[i] = from[i * step]; break;
+        case 2: for (int64_t i = 0; i < n; i++) ((uint16_t*)to)[i] = ((const uint16_t*)from)[i * step]; break;
+        case 4: for (int64_t i = 0; i < n; i++) ((uint32_t*)to)[i] = ((const uint32_t*)from)[i * step]; break;
+        default: for (int64_t i = 0; i < n; i++) ((uint64_t*)to)[i] = ((const uint64_t*)from)[i * step];
+    }
+}
+
+INLINE void put(const Stats& s, double* floats, int64_t* counts) {
+    floats[0] = s.low;
+    floats[1] = s.high;
+    floats[2] = s.sum;
+    floats[3] = s.squares;
+    floats[4] = s.high > -s.low ? s.high : -s.low;
+    counts[0] = s.nan;
+    counts[1] = s.posinf;
+    counts[2] = s.neginf;
+    counts[3] = s.zero;
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t msprobe_abi(void) { return 1; }
+
+// Statistics of n elements in a row. out: 5 doubles, 4 int64. values: what the 256 bytes stand for, or null.
+void msprobe_stats(const char* data, int64_t n, int64_t code, const double* values, double* out) {
+    Stats s;
+    clear(s);
+    int64_t bytes[256];
+    if (code == BYTE) memset(bytes, 0, sizeof bytes);
+    int width = width_of((int)code);
+    for (int64_t at = 0; at < n; at += PIECE)
+        stats_piece((int)code, data + at * width, n - at < PIECE ? n - at : PIECE, s, bytes);
+    if (code == BYTE) bytes_to_stats(bytes, values, s);
+    put(s, out, (int64_t*)(out + 5));
+}
+
+// Statistics, digest and sketch of a strided tensor, each element under its index in the whole tensor.
+//
+// plan: code, values, outer dimensions, inner size, inner stride, segments, address of the segments, cells, then for
+// each outer dimension size, stride, address of its offsets. A segment of the innermost dimension is (first element,
+// elements, index of the first). Strides count elements. out: 5 doubles, 4 int64, the digest, then the cells;
+// cells below 0 mean statistics only, and nothing after them is written.
+void msprobe_measure(const char* data, const int64_t* plan, double* out) {
+    int code = (int)plan[0], width = width_of(code);
+    const double* values = (const double*)(intptr_t)plan[1];
+    int64_t outer = plan[2], stride = plan[4], segments = plan[5], cells = plan[7];
+    const int64_t* segment = (const int64_t*)(intptr_t)plan[6];
+    const int64_t* dims = plan + 8;
+    Stats s;
+    clear(s);
+    int64_t bytes[256];
+    memset(bytes, 0, sizeof bytes);
+    uint64_t digest = 0;
+    double* sketch = out + 10;
+    for (int64_t k = 0; k < cells; k++) sketch[k] = 0;
+    int64_t rows = 1, at[64] = {};
+    for (int64_t d = 0; d < outer; d++) rows *= dims[3 * d];
+    char buffer[PIECE * 8];
+    double wide[PIECE];
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t offset = 0;
+        uint64_t base = 0;
+        for (int64_t d = 0; d < outer; d++) {
+            offset += at[d] * dims[3 * d + 1];
+            base += (uint64_t)((const int64_t*)(intptr_t)dims[3 * d + 2])[at[d]];
+        }
+        for (int64_t g = 0; g < segments; g++) {
+            int64_t first = segment[3 * g], n = segment[3 * g + 1];
+            uint64_t index = base + (uint64_t)segment[3 * g + 2];
+            for (int64_t i = 0; i < n; i += PIECE) {
+                int64_t some = n - i < PIECE ? n - i : PIECE;
+                const char* p = data + (offset + (first + i) * stride) * width;
+                if (stride != 1) {
+                    gather(width, p, stride, some, buffer);
+                    p = buffer;
+                }
+                stats_piece(code, p, some, s, bytes);
+                if (cells >= 0) digest += digest_of(width, p, some, index + (uint64_t)i);
+                if (cells > 0) {
+                    to_doubles(code, p, some, values, wide);
+                    sketch_piece(wide, some, index + (uint64_t)i, cells, sketch);
+                }
+            }
+        }
+        for (int64_t d = outer - 1; d >= 0; d--) {
+            if (++at[d] < dims[3 * d]) break;
+            at[d] = 0;
+        }
+    }
+    if (code == BYTE) bytes_to_stats(bytes, values, s);
+    put(s, out, (int64_t*)(out + 5));
+    if (cells >= 0) ((uint64_t*)out)[9] = digest;
+}
+}

@@ -1,0 +1,82 @@
+"""Terminal form of a comparison: verdict, first divergence, suspects; one screen, at most 100 columns."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from msprobe_megatron.analyse.compare import Comparison, Difference
+from msprobe_megatron.report.terminal import console, span
+
+_STYLES = {"agree": "bold green", "diverged": "bold red", "incomparable": "bold yellow"}
+_STACK = 4
+_NAME = 58
+
+
+def print_comparison(result: Comparison, out: Console | None = None) -> None:
+    """The answer to `msprobe-megatron compare GOLDEN RUN`."""
+    out = out if out is not None else console()
+    out.print(Text(result.verdict, style=_STYLES[result.verdict]), escape(f"{result.golden} | {result.run}"))
+    if result.reason:
+        out.print(escape(result.reason))
+    if result.counts:
+        words = {"only_left": "only in golden", "only_right": "only in run", "layout": "not comparable"}
+        parts = [f"{n} {words.get(state, state)}" for state, n in result.counts.items() if n or state == "agree"]
+        out.print(f"steps {span(result.steps)}: {', '.join(parts)}")
+    for reason, count in sorted(result.layout.items(), key=lambda item: -item[1])[:5]:
+        out.print(escape(f"  not comparable: {count}: {reason}"))
+    if result.first_divergence is not None:
+        _first(out, result.first_divergence)
+    for text in result.hints:
+        out.print(Text(f"hint: {text}", style="cyan"))
+    if result.suspects:
+        out.print(_suspects(result.suspects))
+    if result.replicas:
+        names = ", ".join(f"{r['name']} ({r['kind']}, ranks {span(r['ranks'])})" for r in result.replicas[:3])
+        more = f" and {len(result.replicas) - 3} more" if len(result.replicas) > 3 else ""
+        out.print(Text(f"replicas that differ: {names}{more}", style="yellow"))
+
+
+def _first(out: Console, first: Difference) -> None:
+    layer = "" if first.layer is None else f", layer {first.layer}"
+    microbatch = "" if first.microbatch is None else f", microbatch {first.microbatch}"
+    op = f" ({first.site['class']})" if first.site else ""
+    out.print(f"[bold]first divergence: {escape(_label(first))}[/bold]{escape(op)}")
+    out.print(f"  step {first.step}{microbatch}, {first.phase}{layer}, ranks {span(first.ranks)}")
+    out.print(f"  {escape(first.what)}; error {_figure(first.error)}, rounding explains {_figure(first.tolerance)}")
+    for line in first.site["stack"][:_STACK] if first.site else ():
+        out.print(Text(f"    {line}", style="dim", overflow="ellipsis", no_wrap=True))
+
+
+def _label(item: Difference) -> str:
+    what = {"activation": item.io, "gradient": f"gradient of {item.io}"}.get(item.kind, item.kind)
+    path = f" {item.path}" if item.path else ""
+    return f"{item.name} {what}{path}"
+
+
+def _suspects(suspects: list[Difference]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("then", no_wrap=True, max_width=_NAME, overflow="ellipsis")
+    for name in ("step", "mb", "ranks", "error", "allowed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for item in suspects:
+        style = "" if item.state == "diverged" else "dim"
+        table.add_row(
+            Text(_label(item), style=style),
+            str(item.step),
+            "" if item.microbatch is None else str(item.microbatch),
+            _few(span(item.ranks)),
+            _figure(item.error),
+            _figure(item.tolerance),
+        )
+    return table
+
+
+def _few(text: str) -> str:
+    return text if len(text) <= 10 else f"{text[:9]}…"
+
+
+def _figure(value: float) -> str:
+    return "inf" if value == float("inf") else f"{value:.1e}"

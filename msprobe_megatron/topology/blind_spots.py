@@ -1,0 +1,92 @@
+"""What a job's own options hide from the kit: fused operators, replayed graphs, schedules that bypass the layers.
+
+Read once at attach from the host's arguments and the model's config. Each finding goes into run.json and is said
+aloud, because a row that cannot exist must not be taken for one that was not asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class BlindSpot(NamedTuple):
+    """An option, the values that matter (any true one if empty), and what is not seen because of it."""
+
+    option: str
+    values: tuple[Any, ...]
+    unseen: str
+
+
+_FUSED = "the tensor-parallel exchange happens inside a fused operator; the layers' inputs and outputs are recorded"
+_PIECES = "layers run in pieces that bypass their forward; rows of the modules inside a layer are missing"
+_GRAPH = "a captured graph is replayed without calling the modules; steps after the capture have no module rows"
+
+# Names as argparse stores them; MindSpeed, MindSpeed-LLM and ModelLink first, then Megatron's own.
+BLIND_SPOTS = (
+    BlindSpot("use_mc2", (), _FUSED),
+    BlindSpot("use_ascend_mc2", (), _FUSED),
+    BlindSpot("use_ascend_coc", (), _FUSED),
+    BlindSpot("moe_bmm_mc2", (), "the experts' exchange happens inside a fused operator"),
+    BlindSpot("moe_fb_overlap", (), _PIECES),
+    BlindSpot("moe_alltoall_overlap_comm", (), "experts run inside one autograd function; their modules have no rows"),
+    BlindSpot("moe_allgather_overlap_comm", (), "experts run inside one autograd function; their modules have no rows"),
+    BlindSpot("use_pipe_experts", (), "experts run in slices; a module's rows are numbered call0, call1, …"),
+    BlindSpot("schedules_method", ("dualpipev",), "DualPipeV is a schedule of its own: its steps may not be seen"),
+    BlindSpot("enable_seq1f1b", (), "a microbatch is cut along the sequence; its rows are numbered call0, call1, …"),
+    BlindSpot("use_nanopipe", (), "weight gradients are computed apart from the backward; they appear when reduced"),
+    BlindSpot("recompute_in_advance", (), "forwards repeated ahead of backward carry the running microbatch's number"),
+    BlindSpot("recompute_in_bubble", (), "forwards repeated in a bubble carry the running microbatch's number"),
+    BlindSpot("swap_attention", (), "the trip to host memory is not seen; values are recorded before they leave"),
+    BlindSpot("swap_optimizer", (), "optimizer state that is on the host during the step is not recorded"),
+    BlindSpot("reuse_fp32_param", (), "there is no separate fp32 copy of the weights to record"),
+    BlindSpot("tp_2d", (), "weights are cut over two tensor-parallel axes; their rows are not merged"),
+    BlindSpot(
+        "context_parallel_algo",
+        ("hybrid_cp_algo", "adaptive_cp_algo", "hybrid_adaptive_cp_algo", "kvallgather_cp_algo"),
+        "the order of the sequence over context-parallel ranks is not known; sums merge, digests do not",
+    ),
+    BlindSpot("overlap_moe_expert_parallel_comm", (), _PIECES),
+    BlindSpot("enable_cuda_graph", (), _GRAPH),
+    BlindSpot("external_cuda_graph", (), _GRAPH),
+    BlindSpot("cuda_graph_impl", ("local", "transformer_engine"), _GRAPH),
+)
+
+
+def unseen(*sources: Any) -> list[str]:
+    """One sentence for each option of `sources` (namespaces or configs) that hides something.
+
+    Example::
+
+        >>> from argparse import Namespace
+        >>> unseen(Namespace(use_mc2=True))[0].split(":")[0]
+        'use_mc2'
+    """
+    found: dict[str, str] = {}
+    for spot in BLIND_SPOTS:
+        for source in sources:
+            value = getattr(source, spot.option, None)
+            if value in spot.values if spot.values else bool(value):
+                shown = f"={value}" if spot.values else ""
+                found.setdefault(spot.option, f"{spot.option}{shown}: {spot.unseen}")
+    return list(found.values())
+
+
+def context_parallel_order(arguments: Any) -> str:
+    """How the sequence is cut over context-parallel ranks: Megatron's zig-zag unless MindSpeed says otherwise.
+
+    Example::
+
+        >>> from argparse import Namespace
+        >>> context_parallel_order(Namespace(context_parallel_algo="ulysses_cp_algo"))
+        'contiguous'
+    """
+    algorithm = getattr(arguments, "context_parallel_algo", None)
+    if algorithm is None:
+        return "zigzag"
+    mask = getattr(arguments, "attention_mask_type", "causal")
+    if getattr(arguments, "reset_attention_mask", False) and mask == "causal":
+        # Cut document by document, where the documents of a batch end.
+        return "unordered"
+    if algorithm == "megatron_cp_algo":
+        return "contiguous" if mask == "general" else "zigzag"
+    return "contiguous" if algorithm == "ulysses_cp_algo" else "unordered"

@@ -1,0 +1,235 @@
+"""Faults of distributed training, put into Megatron inside a forked rank before it trains; never in the package.
+
+A fault has two chances: `before` the model is built (functions of megatron.core are replaced), and `ready`, when chunks
+and optimizer exist (modules and weights are changed). Both run on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Chunks = list[torch.nn.Module]
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Fault:
+    before: Callable[[], None] = _nothing
+    ready: Callable[[Chunks], None] = _nothing
+
+
+def train(argv: list[str], fault: str) -> list[float]:
+    """Train in this rank with a fault inside."""
+    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.demo.train import Callbacks
+
+    chosen = FAULTS[fault]
+    chosen.before()
+    return run(argv, Callbacks(ready=lambda chunks, optimizer: chosen.ready(chunks))).losses
+
+
+def named(chunks: Chunks, name: str) -> torch.nn.Module | None:
+    """The module of this canonical name, if this rank has it."""
+    from msprobe_megatron.topology import names
+
+    return next((entry.module for chunk in chunks for entry in names.modules(chunk) if entry.name == name), None)
+
+
+def weight(chunks: Chunks, name: str) -> torch.nn.Parameter | None:
+    """The weight of this canonical name, if this rank has it."""
+    from msprobe_megatron.topology import names
+
+    return next((p.parameter for chunk in chunks for p in names.parameters(chunk) if p.name == name), None)
+
+
+def around(module: torch.nn.Module, change: Callable[..., Any]) -> None:
+    """Replace the forward of one module: `change(original, *args, **kwargs)`."""
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return change(original, *args, **kwargs)
+
+    module.forward = forward
+
+
+def _rank(axis: str) -> int:
+    from msprobe_megatron.topology import coordinates
+
+    return coordinates.current().of(axis)
+
+
+def _no_reduction(chunks: Chunks) -> None:
+    from megatron.core.tensor_parallel import layers
+
+    def forward(original: Any, *args: Any, **kwargs: Any) -> Any:
+        reduce = layers.reduce_from_tensor_model_parallel_region
+        layers.reduce_from_tensor_model_parallel_region = lambda tensor, *a, **k: tensor
+        try:
+            return original(*args, **kwargs)
+        finally:
+            layers.reduce_from_tensor_model_parallel_region = reduce
+
+    around(named(chunks, "decoder.layers.2.mlp.linear_fc2"), forward)
+
+
+def _norms_not_reduced() -> None:
+    from megatron.core.distributed import finalize_model_grads as module
+
+    module = __import__("sys").modules["megatron.core.distributed.finalize_model_grads"]
+    module._allreduce_non_tensor_model_parallel_grads = _nothing
+
+
+def _attention_scale(chunks: Chunks) -> None:
+    if _rank("tp") == 1:
+        named(chunks, "decoder.layers.1.self_attention.core_attention").softmax_scale *= math.sqrt(2)
+
+
+def _rotary_without_offset() -> None:
+    from megatron.core.models.common.embeddings import rotary_pos_embedding as module
+
+    module.get_pos_emb_on_this_cp_rank = lambda emb, dim, group: emb.chunk(group.size(), dim)[0]
+
+
+def _loss_by_wrong_count() -> None:
+    from msprobe_megatron.demo import train as demo
+
+    original = demo.token_loss
+
+    def token_loss(losses: torch.Tensor) -> Any:
+        total, count, report = original(losses)
+        return total, count * 2, report
+
+    demo.token_loss = token_loss
+
+
+def _gate_and_up(chunks: Chunks) -> None:
+    """As a converter that cuts [gate; up] into contiguous halves: rank 0 gets all of gate, rank 1 all of up."""
+    from megatron.core import parallel_state
+
+    for name in ("weight", "bias"):
+        value = weight(chunks, f"decoder.layers.1.mlp.linear_fc1.{name}")
+        group = parallel_state.get_tensor_model_parallel_group()
+        parts = [torch.empty_like(value) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, value.data.clone(), group=group)
+        gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
+        value.data.copy_(torch.cat([*gates, *ups]).chunk(group.size())[group.rank()])
+
+
+def _dropped_microbatch(chunks: Chunks) -> None:
+    seen = []
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+        seen.append(None)
+        return torch.zeros_like(gradient) if len(seen) == 2 else None
+
+    weight(chunks, "decoder.layers.2.self_attention.linear_proj.weight").register_hook(hook)
+
+
+def _stale_weight(chunks: Chunks) -> None:
+    """Rank 1 goes on with the first weights of one layer from the third step on (8 samples, 2 microbatches a step)."""
+    module = named(chunks, "decoder.layers.1.mlp.linear_fc1")
+    old, calls = module.weight.detach().clone(), []
+
+    def forward(original: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if _rank("dp") == 1 and len(calls) > 4:
+            module.weight.data.copy_(old)
+        return original(*args, **kwargs)
+
+    around(module, forward)
+
+
+def _expert_not_loaded(chunks: Chunks) -> None:
+    value = weight(chunks, "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight")
+    if value is not None:
+        value.data.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+
+
+def _layer_offset() -> None:
+    from megatron.core.transformer import transformer_layer as module
+
+    original = module.get_transformer_layer_offset
+    module.get_transformer_layer_offset = lambda config, vp_stage=None, pp_rank=None: original(config, 0, pp_rank)
+
+
+def _no_max_over_ranks() -> None:
+    from megatron.core.tensor_parallel import cross_entropy as module
+
+    real = torch.distributed
+
+    class Distributed:
+        ReduceOp = real.ReduceOp
+
+        @staticmethod
+        def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None) -> Any:
+            return None if op == real.ReduceOp.MAX else real.all_reduce(tensor, op=op, group=group)
+
+    class Torch:
+        distributed = Distributed
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    module.torch = Torch()
+
+
+def _flipped_bit(chunks: Chunks) -> None:
+    value = weight(chunks, "decoder.layers.2.self_attention.linear_proj.weight")
+    if _rank("tp") == 1:
+        value.data.view(torch.int32)[3, 5] ^= 1 << 21
+
+
+def _nan_in_weight(chunks: Chunks) -> None:
+    value = weight(chunks, "decoder.layers.2.mlp.linear_fc2.weight")
+    if value is not None and _rank("tp") == 1:
+        value.data[0, 0] = float("nan")
+
+
+def _nan_in_data() -> None:
+    """Positions are learned vectors of the batch's positions; the mask is the only floating input: none. So: embedding."""
+    raise NotImplementedError
+
+
+def _nan_in_operator(chunks: Chunks) -> None:
+    module = named(chunks, "decoder.layers.1.pre_mlp_layernorm")
+    calls = []
+
+    def forward(original: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        output = original(*args, **kwargs)
+        if len(calls) == 2:
+            output = output.clone()
+            output.view(-1)[0] = float("inf")
+        return output
+
+    if module is not None:
+        around(module, forward)
+
+
+FAULTS = {
+    "none": Fault(),
+    "no_reduction": Fault(ready=_no_reduction),
+    "norms_not_reduced": Fault(before=_norms_not_reduced),
+    "attention_scale": Fault(ready=_attention_scale),
+    "rotary_without_offset": Fault(before=_rotary_without_offset),
+    "loss_by_wrong_count": Fault(before=_loss_by_wrong_count),
+    "gate_and_up": Fault(ready=_gate_and_up),
+    "dropped_microbatch": Fault(ready=_dropped_microbatch),
+    "stale_weight": Fault(ready=_stale_weight),
+    "expert_not_loaded": Fault(ready=_expert_not_loaded),
+    "layer_offset": Fault(before=_layer_offset),
+    "no_max_over_ranks": Fault(before=_no_max_over_ranks),
+    "flipped_bit": Fault(ready=_flipped_bit),
+    "nan_in_weight": Fault(ready=_nan_in_weight),
+    "nan_in_operator": Fault(ready=_nan_in_operator),
+}

@@ -1,0 +1,140 @@
+"""The unedited pretrain_gpt.py under the kit: same numbers, the right steps, every way to start it."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+PROBE = "steps: [0, 2]\ndump: {level: L0, task: statistics}\n"
+LAYOUTS = {
+    "single": (1, ()),
+    "tp2_pp2_sp": (
+        4,
+        ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"),
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def runs(megatron_lm, tmp_path_factory):
+    """Run each layout once without and once with the kit."""
+    root, done = tmp_path_factory.mktemp("megatron_lm"), {}
+    probe = root / "probe.yaml"
+    probe.write_text(PROBE)
+
+    def get(layout):
+        if layout not in done:
+            world, flags = LAYOUTS[layout]
+            out = root / layout
+            kit = ("--msprobe-config", str(probe), "--msprobe-output", str(out))
+            done[layout] = megatron_lm.train(world, *flags), megatron_lm.train(world, *flags, *kit), out
+        return done[layout]
+
+    return get
+
+
+def steps(out):
+    return sorted(int(path.name.removeprefix("step_")) for path in out.glob("step_*"))
+
+
+def rows(out, step, rank=0):
+    return pq.read_table(out / f"step_{step:06d}" / f"rank_{rank:05d}" / "records.parquet")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradient_norm_are_the_same_to_the_last_digit(runs, layout):
+    plain, probed, _ = runs(layout)
+    assert sorted(plain.iterations) == [1, 2, 3], plain.tail()
+    assert probed.iterations == plain.iterations, probed.tail()
+    assert probed.code == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_asked_steps_of_every_rank_are_recorded_whole(runs, layout):
+    world, _ = LAYOUTS[layout]
+    _, _, out = runs(layout)
+    assert steps(out) == [0, 2]
+    for rank in range(world):
+        ledger = json.loads((out / f"ranks/rank_{rank:05d}.json").read_text())["ledger"]
+        assert (ledger["faults"], ledger["not_happened"], ledger["steps"]) == ([], [], [0, 2])
+        microbatches = set(rows(out, 2, rank)["microbatch"].to_pylist()) - {None}
+        assert microbatches == {0, 1, 2, 3}
+
+
+def test_the_loss_that_was_recorded_is_the_loss_that_was_printed(runs):
+    _, probed, out = runs("single")
+    table = rows(out, 2).to_pylist()
+    parts = {
+        path: sum(r["sum"] for r in table if r["kind"] == "loss" and r["name"] == "lm loss" and r["path"] == path)
+        for path in ("", "0", "1")
+    }
+    # [sum over tokens, number of tokens] in newer releases, a mean over the microbatch in older ones.
+    mean = parts["0"] / parts["1"] if parts["1"] else parts[""] / 4
+    assert f"{mean:.6E}" == probed.iterations[3][0]
+
+
+def test_a_resumed_job_goes_on_with_megatrons_own_numbers(megatron_lm, tmp_path):
+    probe = tmp_path / "probe.yaml"
+    probe.write_text("steps: [1, 2, 3]\ndump: {level: L0, task: statistics, list: [output_layer]}\n")
+    keep = ("--save", str(tmp_path / "checkpoint"), "--save-interval", "2", "--ckpt-format", "torch")
+    first = megatron_lm.train(1, *keep, "--exit-interval", "2", iterations=4)
+    assert first.code == 0, first.tail()
+    kit = ("--msprobe-config", str(probe), "--msprobe-output", str(tmp_path / "out"))
+    resumed = megatron_lm.train(1, *keep, "--load", str(tmp_path / "checkpoint"), *kit, iterations=4)
+    assert sorted(resumed.iterations) == [3, 4], resumed.tail()
+    assert steps(tmp_path / "out") == [2, 3]
+
+
+def test_one_line_in_the_script_does_the_same(megatron_lm, runs, tmp_path):
+    plain, _, _ = runs("single")
+    script = tmp_path / "pretrain_gpt.py"
+    source = (megatron_lm.checkout / "pretrain_gpt.py").read_text()
+    script.write_text("import msprobe_megatron.adaptor\n" + source)
+    (tmp_path / "probe.yaml").write_text(PROBE)
+    kit = ("--msprobe-config", str(tmp_path / "probe.yaml"), "--msprobe-output", str(tmp_path / "out"))
+    probed = megatron_lm.train(1, *kit, script=script, runner=())
+    assert probed.iterations == plain.iterations, probed.tail()
+    assert steps(tmp_path / "out") == [0, 2]
+
+
+def test_help_lists_the_flags(megatron_lm):
+    shown = megatron_lm.run(1, ["-m", "msprobe_megatron.run", "pretrain_gpt.py", "--help", "--msprobe-device", "cpu"])
+    assert shown.code == 0, shown.tail()
+    for flag in ("--msprobe-config", "--msprobe-output", "--msprobe-steps", "--msprobe-strict", "--num-layers"):
+        assert flag in shown.output
+
+
+def test_evaluation_is_not_recorded(megatron_lm, runs, tmp_path):
+    _, _, out = runs("single")
+    (tmp_path / "probe.yaml").write_text(PROBE)
+    kit = ("--msprobe-config", str(tmp_path / "probe.yaml"), "--msprobe-output", str(tmp_path / "out"))
+    split = ("--split", "60,30,10")
+    done = megatron_lm.train(1, *kit, *split, evaluation=("--eval-iters", "1", "--eval-interval", "1"))
+    assert "validation loss" in done.output, done.tail()
+    assert steps(tmp_path / "out") == [0, 2]
+    names = ("seq", "microbatch", "phase", "kind", "name", "io", "path")
+    assert [rows(tmp_path / "out", 2)[name].to_pylist() for name in names] == [
+        rows(out, 2)[name].to_pylist() for name in names
+    ]
+
+
+def test_a_step_that_megatron_repeats_is_recorded_once(megatron_lm, tmp_path):
+    if not (megatron_lm.checkout / "megatron/core/rerun_state_machine.py").exists():
+        pytest.skip(f"Megatron-LM {megatron_lm.version()} has no rerun machine")
+    (tmp_path / "probe.yaml").write_text("steps: [0-5]\ndump: {level: L0, task: statistics, list: [output_layer]}\n")
+    fail = ("--rerun-mode", "validate_results", "--error-injection-rate", "1", "--save", str(tmp_path / "save"))
+    fail += ("--save-interval", "100")
+    kit = ("--msprobe-config", str(tmp_path / "probe.yaml"), "--msprobe-output", str(tmp_path / "out"))
+    done = megatron_lm.train(1, *fail, *kit, "--ckpt-format", "torch", iterations=6)
+    assert "Need to rerun step" in done.output, done.tail()
+    for step in steps(tmp_path / "out"):
+        assert set(rows(tmp_path / "out", step)["microbatch"].to_pylist()) - {None} == {0, 1, 2, 3}
+    assert len(steps(tmp_path / "out")) == len(done.iterations) + 1
+
+
+def test_a_bad_probe_file_is_one_sentence_and_no_training(megatron_lm, tmp_path):
+    (tmp_path / "probe.yaml").write_text("steps: [0]\ndumps: {}\n")
+    done = megatron_lm.train(1, "--msprobe-config", str(tmp_path / "probe.yaml"))
+    assert done.code != 0
+    assert not done.iterations
+    assert [line for line in done.output.splitlines() if line.startswith("msprobe:") and "dumps" in line]
