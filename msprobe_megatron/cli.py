@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from msprobe_megatron import __version__
-from msprobe_megatron.commands import CANNOT, COMMANDS, OK
+from msprobe_megatron.commands import CANNOT, COMMANDS, MODULES, OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
-        module = importlib.import_module(f"msprobe_megatron.commands.{name.replace('-', '_')}")
+        module = importlib.import_module(f"msprobe_megatron.commands.{MODULES.get(name, name.replace('-', '_'))}")
         command = commands.add_parser(
             name,
             help=module.HELP,

@@ -24,6 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "topology": {"config"},
     "facts": {"config", "topology"},
     "patching": {"config", "importing"},
+    "overlays": {"config"},
+    "launching": {"config", "overlays"},
     "fault_guard": set(),
     "plain_loop": {"clock", "topology"},
     "dispatch": {"patching", "topology"},
@@ -38,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "patches": {"sites", "probes", "clock", "patching", "importing", "arguments", "config", "topology"},
     "analyse": {"record", "config", "topology"},  # reads run directories, never a live model
     "report": {"analyse", "config", "topology"},
+    "exchange": {"analyse", "record", "config", "topology"},  # run directories to and from other tools' files
 }
 # These sit on top of all rooms and put them together.
 TOP = {"__init__", "__main__", "session", "dumping", "arming", "cli", "commands", "run", "adaptor", "demo"}

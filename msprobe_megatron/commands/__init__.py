@@ -3,6 +3,9 @@
 They read arguments, call `analyse` and hand its findings to `report`. What they need is imported when they run.
 """
 
-COMMANDS = ("demo", "validate", "patches", "summary", "compare")
+COMMANDS = ("demo", "validate", "patches", "summary", "compare", "report", "diagnose", "import")
+
+# Commands whose name is not one for a Python file.
+MODULES = {"import": "import_dump"}
 
 OK, FOUND, CANNOT = 0, 1, 2

@@ -1,0 +1,193 @@
+"""msprobe's layout: numbers by hand, there and back, and the published tools as judges."""
+
+import csv
+import json
+import math
+import re
+import sqlite3
+import textwrap
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from msprobe_megatron.analyse.load import open_run
+from msprobe_megatron.exchange.export import export_msprobe
+from msprobe_megatron.exchange.importer import MsprobeFormatError, import_msprobe
+from msprobe_megatron.exchange.records import tensor_record
+from tests.exchange.peer import PeerMissing, call, make_peer
+from tests.forked import run_forked
+
+_JOB = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 2"
+    " --train-iters 1 --lr 1e-2 --vocab-size 32 --attention-dropout 0 --hidden-dropout 0"
+)
+
+
+def train(argv):
+    from msprobe_megatron.demo.pretrain_gpt import run
+
+    run(argv)
+    return {}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs of the same training."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "probe.yaml").write_text("dump: {level: L0}\n")
+    paths = [folder / "first", folder / "second"]
+    for path in paths:
+        argv = f"{_JOB} --msprobe-config {folder}/probe.yaml --msprobe-output {path}".split()
+        run_forked(1, train, argv)
+    return [open_run(path) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory):
+    try:
+        return make_peer(tmp_path_factory.mktemp("peer") / "env")
+    except PeerMissing as reason:
+        pytest.skip(f"PEER NOT TESTED: {reason}")
+
+
+def data_of(folder, step=0, rank=0):
+    return json.loads((folder / f"step{step}" / f"rank{rank}" / "dump.json").read_text())["data"]
+
+
+def test_records_hold_the_numbers_of_the_rows(runs, tmp_path):
+    export_msprobe(runs[0], tmp_path / "out")
+    data = data_of(tmp_path / "out")
+    checked = 0
+    for row in pq.read_table(runs[0].files[0][2]).to_pylist():
+        if row["kind"] != "activation" or row["io"] != "output" or row["dtype"] != "float32":
+            continue
+        entry = data[f"Module.{row['name']}.{row['op']}.forward.{row['microbatch']}"]
+        record = entry["output"][int(row["path"] or 0)]
+        assert record["shape"] == row["shape"]
+        assert record["Max"] == row["max"]
+        assert np.isclose(record["Mean"], np.float64(row["sum"]) / np.prod(row["shape"]))
+        assert np.isclose(record["Norm"], np.sqrt(np.float64(row["sumsq"])))
+        checked += 1
+    assert checked > 20
+    weights = data["Module.decoder.layers.1.mlp.linear_fc1.ColumnParallelLinear.forward.0"]["parameters"]
+    assert set(weights) == {"weight", "bias"}
+    gradient = data["Module.decoder.layers.1.mlp.linear_fc1.ColumnParallelLinear.parameters_grad.0"]
+    assert gradient["weight"][0]["Norm"] > 0
+
+
+def test_parents_and_stacks(runs, tmp_path):
+    export_msprobe(runs[0], tmp_path / "out")
+    folder = tmp_path / "out" / "step0" / "rank0"
+    construct = json.loads((folder / "construct.json").read_text())
+    child = "Module.decoder.layers.0.mlp.linear_fc1.ColumnParallelLinear.forward.1"
+    assert construct[child] == ["Module.decoder.layers.0.mlp.MLP.forward.1", 1]
+    assert construct["Module.model.GPTModel.forward.0"] == [None, 0]
+    assert construct["megatron_micro_step_number"] == 1
+    stacks = json.loads((folder / "stack.json").read_text())
+    frames = next(frames for names, frames in stacks.values() if child in names)
+    assert frames[0].startswith("File ")
+    assert "mlp.py" in frames[0]
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ({"n_nan": 1, "n_posinf": 1}, (math.nan, math.nan, math.nan, math.nan)),
+        ({"n_posinf": 2}, (math.inf, -1.0, math.inf, math.inf)),
+        ({"n_neginf": 2}, (3.0, -math.inf, -math.inf, math.inf)),
+        ({"n_neginf": 2, "n_posinf": 1}, (math.inf, -math.inf, math.nan, math.inf)),
+        ({}, (3.0, -1.0, 0.5, 4.0)),
+    ],
+)
+def test_non_finite_values_in_msprobes_words(counts, expected):
+    row = {"dtype": "float32", "shape": [4], "numel": 4, "min": -1.0, "max": 3.0, "sum": 2.0, "sumsq": 16.0}
+    row |= {"n_nan": 0, "n_posinf": 0, "n_neginf": 0, "digest": None} | counts
+    record = tensor_record(row, requires_grad=False)
+    got = tuple(record[key] for key in ("Max", "Min", "Mean", "Norm"))
+    assert all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(got, expected, strict=True)), got
+
+
+def test_there_and_back_keeps_what_msprobe_can_hold(runs, tmp_path):
+    export_msprobe(runs[0], tmp_path / "out")
+    counts = import_msprobe(tmp_path / "out", tmp_path / "back")
+    back = open_run(tmp_path / "back")
+    assert counts["steps"] == 1
+    columns = "kind, microbatch, name, io, max, min, numel"
+    kinds = "kind in ('activation', 'parameter', 'grad_reduced')"
+    there = runs[0].rows().filter(kinds)
+    here = back.rows().filter(kinds)
+    assert sorted(there.project(columns).fetchall(), key=str) == sorted(here.project(columns).fetchall(), key=str)
+    norms = dict(there.filter("kind = 'parameter'").project("name, sqrt(sumsq)").fetchall())
+    for name, norm in here.filter("kind = 'parameter'").project("name, sqrt(sumsq)").fetchall():
+        assert math.isclose(norm, norms[name], rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"data": 3}'])
+def test_what_is_no_dump_is_refused(tmp_path, content):
+    folder = tmp_path / "in" / "step0" / "rank0"
+    folder.mkdir(parents=True)
+    (folder / "dump.json").write_text(content)
+    with pytest.raises(MsprobeFormatError, match=r"dump\.json"):
+        import_msprobe(tmp_path / "in", tmp_path / "out")
+    with pytest.raises(MsprobeFormatError, match="no step"):
+        import_msprobe(tmp_path / "nothing", tmp_path / "out2")
+
+
+def test_the_published_compare_matches_every_row_of_two_equal_runs(runs, peer, tmp_path):
+    for run, name in zip(runs, ("a", "b"), strict=True):
+        export_msprobe(run, tmp_path / name)
+    target, golden = (str(tmp_path / name / "step0" / "rank0" / "dump.json") for name in ("a", "b"))
+    call(peer, "msprobe", "compare", "-tp", target, "-gp", golden, "-o", str(tmp_path / "result"))
+    (table,) = (tmp_path / "result").glob("compare_result*.csv")
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) > 100
+    assert [row["NPU Name"] for row in rows if row["Bench Name"] in ("", "N/A")] == []
+    assert {row["Result"] for row in rows} == {"pass"}
+
+
+def test_the_published_graph_visualize_builds_its_database(runs, peer, tmp_path):
+    export_msprobe(runs[0], tmp_path / "a")
+    call(peer, "msprobe", "graph_visualize", "-tp", str(tmp_path / "a" / "step0" / "rank0"), "-o", str(tmp_path / "g"))
+    (database,) = (tmp_path / "g").glob("*.vis.db")
+    with sqlite3.connect(database) as connection:
+        names = {name for (name,) in connection.execute("select node_name from tb_nodes")}
+    assert any("decoder.layers.1.mlp.linear_fc1" in name for name in names)
+
+
+_THEIRS = """
+import sys, torch
+from msprobe.pytorch import PrecisionDebugger
+
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+debugger = PrecisionDebugger(config_path=sys.argv[1])
+x = torch.randn(5, 8)
+debugger.start(model=model)
+y = model(x)
+y.square().mean().backward()
+debugger.stop()
+debugger.step()
+print("OUT", float(y.max()), float(y.min()), float(y.norm()))
+"""
+
+
+def test_a_dump_made_by_the_published_msprobe_is_read(peer, tmp_path):
+    config = {"task": "statistics", "dump_path": str(tmp_path / "theirs"), "rank": [], "step": [], "level": "L0"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "statistics": {"scope": [], "list": []}}))
+    (tmp_path / "model.py").write_text(textwrap.dedent(_THEIRS))
+    printed = call(peer, "python", "model.py", str(tmp_path / "config.json"), cwd=tmp_path)
+    high, low, norm = (float(word) for word in re.search(r"^OUT (\S+) (\S+) (\S+)$", printed, re.M).groups())
+    for folder in (tmp_path / "theirs").glob("step*/proc*"):
+        folder.rename(folder.parent / "rank0")  # one process without a group: msprobe names it by its pid
+    import_msprobe(tmp_path / "theirs", tmp_path / "ours")
+    rows = open_run(tmp_path / "ours").rows()
+    (found,) = (
+        rows.filter("kind = 'activation' and io = 'output' and op = 'Linear' and list_last(shape) = 4")
+        .project("max, min, sqrt(sumsq)")
+        .fetchall()
+    )
+    assert np.allclose(found, (high, low, norm), rtol=1e-5)
+    assert rows.filter("kind = 'gradient'").fetchall()
+    assert rows.filter("kind = 'parameter'").fetchall()
