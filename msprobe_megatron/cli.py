@@ -34,15 +34,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if not _is_ours(error):
+        text = _for_the_user(error)
+        if text is None:
             raise
-        print(f"msprobe-megatron: {error}", file=sys.stderr)
+        print(f"msprobe-megatron: {text}", file=sys.stderr)
         return CANNOT
 
 
-def _is_ours(error: Exception) -> bool:
-    """Errors that are made for the user: their text says what to change."""
-    return type(error).__module__.startswith("msprobe_megatron.")
+def _for_the_user(error: Exception) -> str | None:
+    """What to print instead of a traceback, for errors that are about the user's files and not about our code."""
+    module = type(error).__module__.partition(".")[0]
+    if module == "msprobe_megatron":
+        return str(error)
+    if module in ("duckdb", "_duckdb"):
+        return f"a file of rows is damaged or not one of ours: {' '.join(str(error).split())[:200]}"
+    return None
 
 
 def _parser() -> argparse.ArgumentParser:

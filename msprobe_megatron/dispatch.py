@@ -43,6 +43,10 @@ class Dispatcher:
         if not self._by_chunk and self._patches is not None:
             self._patches.revert()
 
+    def sessions(self) -> list[Any]:
+        """The sessions that are armed in this process."""
+        return list({id(session): session for session in self._by_chunk.values()}.values())
+
     def verify(self) -> list[str]:
         """Bind again what somebody overwrote; the targets that had been lost."""
         return self._patches.verify() if self._patches is not None else []

@@ -101,7 +101,7 @@ def test_summary_tells_of_files_that_are_missing_or_broken(capsys, demo_run, tmp
     (copy / "step_000002" / "rank_00000" / "records.parquet").unlink()
     code, out, _ = call(capsys, "summary", str(copy))
     assert code == 1
-    assert "no records.parquet" in out
+    assert "step_000002/rank_00000/records.parquet is not there" in out
     (copy / "run.json").write_text("{")
     code, _, err = call(capsys, "summary", str(copy))
     assert code == 2

@@ -5,7 +5,6 @@ Opens what is there and says what is missing; never needs torch, Megatron or a l
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import Any
 
 import duckdb
 
+from msprobe_megatron.analyse.checked import RunError, rank_facts, rows_problem, run_facts
+
+__all__ = ["Run", "RunError", "open_run"]
+
 _STEP = re.compile(r"step_(\d+)$")
 _RANK = re.compile(r"rank_(\d+)(?:\.json)?$")
-
-
-class RunError(Exception):
-    """A directory that cannot be read as a run; the text says what is wrong with which file."""
 
 
 @dataclass
@@ -67,12 +66,12 @@ def open_run(path: str | Path) -> Run:
     facts_file = root / "run.json"
     if not facts_file.is_file():
         raise RunError(f"{root}: no run.json; expected a run directory such as the --msprobe-output of a job")
-    run = Run(root, _json(facts_file))
+    run = Run(root, run_facts(facts_file))
     for file in sorted((root / "ranks").glob("rank_*.json")):
         match = _RANK.search(file.name)
         if match and file.stat().st_size:
             try:
-                run.ranks[int(match[1])] = _json(file)
+                run.ranks[int(match[1])] = rank_facts(file)
             except RunError as error:
                 run.problems.append(str(error))
     for step_dir in sorted(root.glob("step_*")):
@@ -82,10 +81,11 @@ def open_run(path: str | Path) -> Run:
             if not rank or not step:
                 continue
             file = rank_dir / "records.parquet"
-            if file.is_file():
+            problem = rows_problem(file) if file.is_file() else "is not there"
+            if problem is None:
                 run.files.append((int(step[1]), int(rank[1]), file))
             else:
-                run.problems.append(f"{rank_dir.relative_to(root)}: no records.parquet")
+                run.problems.append(f"{file.relative_to(root)} {problem}")
     run.problems.extend(_missing(run))
     return run
 
@@ -99,13 +99,3 @@ def _missing(run: Run) -> list[str]:
         if absent:
             found.append(f"step {step}: no rows from ranks {absent[:8]}{' …' if len(absent) > 8 else ''}")
     return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise RunError(f"{path}: expected a JSON object")
-    return content

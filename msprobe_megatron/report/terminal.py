@@ -9,19 +9,32 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from msprobe_megatron.analyse.summary import Summary
 
 _WIDTH = 100
+# Names come from files that others may have made: nothing in them may steer the terminal.
+_STEERING = {code: "·" for code in (*range(10), *range(11, 32), *range(127, 160))}
+
+
+class _Console(Console):
+    """A console on which data cannot move the cursor, set the title or clear the screen."""
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        return super()._render_buffer(
+            segment if segment.control else Segment(segment.text.translate(_STEERING), segment.style)
+            for segment in buffer
+        )
 
 
 def console(stream: Any = None) -> Console:
     """A console that never wraps at more than 100 columns."""
     stream = stream if stream is not None else sys.stdout
     width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns) if stream.isatty() else _WIDTH
-    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    return _Console(file=stream, width=width, highlight=False, soft_wrap=False)
 
 
 def print_summary(summary: Summary, out: Console | None = None) -> None:
