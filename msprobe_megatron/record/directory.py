@@ -20,6 +20,7 @@ from msprobe_megatron.record.safe_files import (
     create_file,
     directory_below,
     open_directory,
+    refuse_open_to_all,
     replace_file,
 )
 
@@ -61,6 +62,7 @@ class RunDirectory:
         try:
             above = os.open(anchor, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
+                refuse_open_to_all(above, anchor)
                 with directory_below(above, missing, str(anchor).rstrip("/")) as descriptor:
                     return cls(root, os.dup(descriptor))
             finally:

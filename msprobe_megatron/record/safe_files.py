@@ -43,6 +43,21 @@ def components(relative: str) -> list[str]:
     return parts
 
 
+def refuse_open_to_all(descriptor: int, where: object) -> None:
+    """Refuse a directory in which anybody may rename what we make: writable for all, and without the sticky bit.
+
+    Example::
+
+        refuse_open_to_all(os.open("/srv/shared", os.O_RDONLY), "/srv/shared")
+    """
+    mode = os.fstat(descriptor).st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise RunDirectoryError(
+            f"{where}: everybody may write there and it has no sticky bit, so others could replace the run;"
+            " choose another --msprobe-output or chmod +t it"
+        )
+
+
 @contextlib.contextmanager
 def directory_below(root: int, parts: Sequence[str], where: str) -> Iterator[int]:
     """Give a descriptor of a directory below ``root``, made on the way where it is missing.

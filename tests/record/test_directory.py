@@ -313,3 +313,15 @@ def test_facts_that_json_has_no_word_for() -> None:
     }
     assert json_text(Level.high) == json.dumps(str(Level.high))
     assert json_text(deep).endswith('"..."' + "}" * 64)
+
+
+def test_a_parent_that_everybody_may_write_is_refused_unless_sticky(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(RunDirectoryError, match="sticky"):
+        RunDirectory.create(shared / "out")
+    assert not (shared / "out").exists()
+    shared.chmod(0o1777)
+    RunDirectory.create(shared / "out").close()
+    assert (shared / "out").is_dir()
