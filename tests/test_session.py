@@ -313,6 +313,9 @@ def test_names_of_all_kinds_and_stacks_are_there(tmp_path):
     sites = json.loads((tmp_path / "out" / "step_000000" / "rank_00000" / "sites.json").read_text())
     stack = next(entry["stack"] for entry in sites["modules"] if entry["name"].endswith("0.mlp.linear_fc1"))
     assert "mlp.py" in stack[0]
+    own = [line for line in stack if "patching.py" in line or "/patches/" in line or "/session.py" in line]
+    assert own == [], "a stack shows the training code, not the kit"
+    assert any("train.py" in line for line in stack)
     ids = {entry["site"]: entry["name"] for entry in sites["modules"]}
     for site, name in run.rows().filter("kind = 'activation'").project("site, name").distinct().fetchall():
         assert ids[site] == name
