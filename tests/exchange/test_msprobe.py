@@ -108,6 +108,17 @@ def test_non_finite_values_in_msprobes_words(counts, expected):
     assert all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(got, expected, strict=True)), got
 
 
+def test_by_command(runs, tmp_path, capsys):
+    from msprobe_megatron.cli import main
+
+    assert main(["export", str(runs[0].path), "--format", "msprobe", "--out", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dumps"] == ["step0/rank0"]
+    assert main(["import", str(tmp_path / "out"), "--out", str(tmp_path / "back"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == len(open_run(tmp_path / "back").rows())
+    assert main(["import", str(tmp_path / "nothing"), "--out", str(tmp_path / "again")]) == 2
+    assert "dump.json" in capsys.readouterr().err
+
+
 def test_there_and_back_keeps_what_msprobe_can_hold(runs, tmp_path):
     export_msprobe(runs[0], tmp_path / "out")
     counts = import_msprobe(tmp_path / "out", tmp_path / "back")
