@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from msprobe_megatron.session import Session, attach
+    from msprobe_megatron.attaching import attach
+    from msprobe_megatron.session import Session
 
 __all__ = ["Session", "__version__", "attach"]
 
@@ -23,7 +24,7 @@ __all__ = ["Session", "__version__", "attach"]
 def __getattr__(name: str) -> Any:
     """Load ``attach`` and ``Session`` on first use."""
     if name in ("attach", "Session"):
-        from msprobe_megatron import session
+        from msprobe_megatron import attaching
 
-        return getattr(session, name)
+        return getattr(attaching, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

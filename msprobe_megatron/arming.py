@@ -44,12 +44,23 @@ class Armed:
         """Model chunks and optimizer exist: attach, once."""
         if self.session is not None or self.config is None:
             return
-        from msprobe_megatron.session import attach
+        from msprobe_megatron.attaching import attach
 
         try:
             self.session = attach(model, optimizer, self.config)
         except CANNOT as error:
             refuse(error)
+        except Exception as error:
+            # A fault of the kit, not of what was asked: training goes on as if it were not there.
+            if self.config.strict:
+                raise
+            atexit.unregister(self._never_attached)
+            print(
+                f"msprobe [rank {environment_rank()}]: could not attach: {type(error).__name__}: {error};"
+                " training goes on unobserved",
+                file=sys.stderr,
+                flush=True,
+            )
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
@@ -75,8 +86,10 @@ class Armed:
             )
 
 
-def arm(flags: Flags | None = None) -> Armed:
+def arm(flags: Flags | None = None, *, install: bool = True) -> Armed:
     """Make this process ready; the same answer when called again.
+
+    `install` is whether Megatron may be made to run on CPU, which has to come before its import.
 
     Example::
 
@@ -88,7 +101,7 @@ def arm(flags: Flags | None = None) -> Armed:
     flags = flags or from_command_line()
     try:
         config = flags.load_config() if flags.armed else None
-        if backends.select(flags.device).name == "cpu":
+        if install and backends.select(flags.device).name == "cpu":
             from msprobe_megatron.backends import cpu
 
             cpu.install()

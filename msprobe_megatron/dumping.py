@@ -16,7 +16,11 @@ from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.config import ConfigError, DumpConfig, ProbeConfig
 from msprobe_megatron.probes.dump import DumpProbe
 from msprobe_megatron.record.slots import SlotTable
+from msprobe_megatron.record.tensors import PACK_BYTES, TensorPack, TensorPacks
 from msprobe_megatron.record.writer import StepBatch
+from msprobe_megatron.sites.api import ApiSite
+from msprobe_megatron.sites.arguments import own_work
+from msprobe_megatron.sites.frames import ModuleFrames
 from msprobe_megatron.sites.losses import LossSite
 from msprobe_megatron.sites.modules import ModuleSite
 from msprobe_megatron.sites.optimizer import OptimizerSite
@@ -29,7 +33,7 @@ class Dumping:
 
     Example::
 
-        dump = Dumping(config, chunks, optimizer, clock, coordinates, fault)
+        dump = Dumping(config, chunks, optimizer, clock, coordinates, fault, writer.submit)
         dump.begin()
         ...
         writer.submit(dump.finish(complete=True))
@@ -43,6 +47,7 @@ class Dumping:
         clock: Clock,
         where: Coordinates,
         fault: Callable[[BaseException, str], None],
+        submit: Callable[[TensorPack], object],
     ) -> None:
         asked = config.dump
         if asked is None:
@@ -58,11 +63,17 @@ class Dumping:
             digest=asked.digest is True,
             sketch=asked.sketch,
         )
-        self._probe = DumpProbe(asked, clock, slots, where)
+        packs = TensorPacks(device.to_host, submit, min(PACK_BYTES, config.limits.host_memory // 8))
+        self._probe = DumpProbe(asked, clock, slots, where, packs)
         self._modules = ModuleSite(chunks, self._probe, clock, where, fault, asked.stacks)
         self._parameters = OptimizerSite(chunks, optimizer, self._probe, where)
         self._losses = LossSite(self._probe)
-        if where.pp_size == 1 and where.ep_size == 1:
+        self._frames = ModuleFrames(chunks, clock)
+        self._apis = ApiSite(
+            self._frames, self._probe, clock, fault, asked.apis, asked.stacks, len(self._modules.watched)
+        )
+        # Names of API calls are not known before they are called.
+        if where.pp_size == 1 and where.ep_size == 1 and asked.level == "L0":
             self._refuse_unmatched(config.source, chunks)
 
     def _refuse_unmatched(self, source: str, chunks: Sequence[nn.Module]) -> None:
@@ -82,15 +93,39 @@ class Dumping:
 
     def begin(self) -> None:
         """A recorded step begins: set the hooks."""
-        self._modules.install()
+        if self.asked.level in ("L1", "mix"):
+            self._frames.install()
+            self._apis.install()
+        if self.asked.level in ("L0", "mix"):
+            self._modules.install()
+
+    def calls_end(self) -> None:
+        """The schedule has returned: what the optimizer calls is not of the model."""
+        self._apis.remove()
+        self._frames.remove()
 
     def remove(self) -> None:
         """Take the hooks away."""
+        self.calls_end()
         self._modules.remove()
+
+    def pause(self) -> None:
+        """The model runs for something else than the step; gradients that are awaited stay awaited."""
+        self.calls_end()
+        self._modules.pause()
+
+    def resume(self) -> None:
+        """The step goes on."""
+        if self.asked.level in ("L1", "mix"):
+            self._frames.install()
+            self._apis.install()
+        if self.asked.level in ("L0", "mix"):
+            self._modules.resume()
 
     def reported(self, entry: Any, moment: Moment) -> None:
         """The loss function of a microbatch has reported `entry`."""
-        self._losses.report(entry, moment.microbatch, moment.chunk)
+        with own_work():
+            self._losses.report(entry, moment.microbatch, moment.chunk)
 
     def memory_changed(self) -> None:
         """Tensors may have changed without their version counters telling."""
@@ -104,10 +139,15 @@ class Dumping:
 
     def finish(self, complete: bool) -> StepBatch:
         """The step is over: its rows, ready for the writer."""
-        self._modules.remove()
-        return self._probe.finish(complete, {"step": self._clock.step, "modules": self._modules.structure()})
+        self.remove()
+        sites = {"step": self._clock.step, "modules": self._modules.structure(), "apis": self._apis.structure}
+        return self._probe.finish(complete, sites)
 
     def ledger(self) -> dict[str, Any]:
         """What was bound, matched and fired."""
-        bound = {"modules": len(self._modules.watched), "parameters": len(self._parameters)}
+        bound = {
+            "modules": len(self._modules.watched),
+            "parameters": len(self._parameters),
+            "api_calls": len(self._apis.structure),
+        }
         return {**self._probe.ledger(), "bound": bound}

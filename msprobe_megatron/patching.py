@@ -176,11 +176,8 @@ def _replace(entry: Entry, events: Any) -> None:
     space = vars(owner)
     entry.inherited = name not in space
     raw = getattr(owner, name) if entry.inherited else space[name]
+    raw = _alive(raw)
     function = _function(raw)
-    while _is_dead(function):
-        # A replacement that could not be taken away in its turn: step over it, or the chain would grow.
-        raw = function.__msprobe_raw__
-        function = _function(raw)
     wrapped = entry.patch.wrap(function, events)
 
     binding = entry.binding = object()
@@ -219,6 +216,13 @@ def _is_dead(function: Any) -> bool:
     return getattr(function, "__msprobe_self__", None) is function and live is not None and not live()
 
 
+def _alive(raw: Any) -> Any:
+    """Step over replacements that could not be taken away in their turn, or the chain would grow with every step."""
+    while _is_dead(_function(raw)):
+        raw = _function(raw).__msprobe_raw__
+    return raw
+
+
 def _aliases(original: Any, name: str, owner: Any) -> Iterable[Any]:
     """Modules of Megatron that imported the original by name before it was patched."""
     for module_name, module in list(sys.modules.items()):
@@ -252,7 +256,7 @@ def _unbind(entry: Entry) -> None:
     if entry.inherited:
         delattr(entry.owner, entry.name)
     else:
-        setattr(entry.owner, entry.name, entry.original)
+        setattr(entry.owner, entry.name, _alive(entry.original))
     for module in entry.aliases:
         if vars(module).get(entry.name) is entry.replacement:
-            setattr(module, entry.name, entry.original)
+            setattr(module, entry.name, _alive(entry.original))

@@ -1,12 +1,14 @@
 """Where a step begins in a loop that has no Megatron schedule: at the first forward of the attached model.
 
-One hook on the model itself, for as long as it is attached. Forwards without gradients (evaluation) and those
-inside the autograd engine (recomputation) are no training microbatches.
+One wrapper around the call of the model itself, for as long as it is attached. It comes before the model's hooks, so
+that those of the first forward see its arguments too. Forwards without gradients (evaluation) are not of a step.
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +24,12 @@ class Steps(Protocol):
     def forward_begin(self, model: nn.Module) -> None:
         """The model is called to be trained."""
 
+    def aside(self) -> AbstractContextManager[None]:
+        """While the model is called for something else than training."""
+
 
 def watch_forwards(chunks: Iterable[nn.Module], steps: Steps) -> Callable[[], None]:
-    """Tell `steps` of every training forward of these models; returns the way back.
+    """Tell `steps` of every call of these models; returns the way back.
 
     Example::
 
@@ -32,15 +37,30 @@ def watch_forwards(chunks: Iterable[nn.Module], steps: Steps) -> Callable[[], No
         ...
         stop()
     """
-
-    def hook(model: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not inside_backward():
-            steps.forward_begin(model)
-
-    handles = [names.unwrap(chunk).register_forward_pre_hook(hook) for chunk in chunks]
+    undo = [_watch(names.unwrap(chunk), steps) for chunk in chunks]
 
     def stop() -> None:
-        for handle in handles:
-            handle.remove()
+        for one in undo:
+            one()
 
     return stop
+
+
+def _watch(model: nn.Module, steps: Steps) -> Callable[[], None]:
+    # Named and bound as the method it hides: a copy or a pickle of the model then calls itself, unwatched.
+    def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is model and not inside_backward():
+            if not torch.is_grad_enabled():
+                with steps.aside():
+                    return type(self)._call_impl(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+            steps.forward_begin(self)
+        return type(self)._call_impl(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    bound = types.MethodType(_call_impl, model)
+    object.__setattr__(model, "_call_impl", bound)
+
+    def undo() -> None:
+        if vars(model).get("_call_impl") is bound:
+            object.__delattr__(model, "_call_impl")
+
+    return undo

@@ -18,17 +18,17 @@ from typing import Any
 from torch import nn
 
 from msprobe_megatron import facts, native
-from msprobe_megatron.arguments import Flags, from_command_line
 from msprobe_megatron.clock import Clock, Moment
-from msprobe_megatron.config import ProbeConfig, load
+from msprobe_megatron.config import ProbeConfig
 from msprobe_megatron.dispatch import DISPATCHER
-from msprobe_megatron.fault_guard import ProbeFault, guarded
 from msprobe_megatron.dumping import Dumping
 from msprobe_megatron.facts import missing_steps
+from msprobe_megatron.fault_guard import ProbeFault, guarded
 from msprobe_megatron.patches.optimizer import wrap_step
 from msprobe_megatron.patching import PatchSet, declared
 from msprobe_megatron.plain_loop import watch_forwards
 from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.record.tensors import TensorPack
 from msprobe_megatron.record.writer import Writer
 from msprobe_megatron.topology import coordinates, host, names
 
@@ -54,9 +54,10 @@ class Session:
         tag: str | None = None,
         step: int | Callable[[], int] | None = None,
         arguments: Any = None,
+        groups: Any = None,
     ) -> None:
         self.config, self.clock = config, Clock()
-        self.where = coordinates.current()
+        self.where = coordinates.current() if groups is None else coordinates.from_groups(groups)
         config.ranks.check(self.where.world, self.where.sizes())
         self.selected = config.ranks.selects(self.where.rank, self.where.position())
         self.closed = False
@@ -78,17 +79,34 @@ class Session:
             # Before anything is written: a directory that holds a run is refused, never mixed.
             self.directory.claim_rank(self.where.rank)
         if self.where.rank == 0:
-            self.directory.write_json("run.json", facts.run_facts(config, self.where, chunks, arguments, tag))
+            run = facts.run_facts(config, self.where, chunks, arguments, tag)
+            self.directory.write_json("run.json", run)
+            for text in run["unseen"]:
+                self._say(text, "unseen")
         if self.selected:
             self._arm()
 
     def _arm(self) -> None:
         config = self.config
         native.load()
-        self.dump = Dumping(config, self._chunks, self._optimizer, self.clock, self.where, self.fault)
+        self.dump = Dumping(
+            config,
+            self._chunks,
+            self._optimizer,
+            self.clock,
+            self.where,
+            self.fault,
+            self._write_tensors,
+        )
         identity = {"rank": self.where.rank, **self.where.position()}
+        disk = config.limits.disk
         self.writer = Writer(
-            self.directory, identity, config.limits.host_memory // 2, lambda error: self.fault(error, "writer")
+            self.directory,
+            identity,
+            config.limits.host_memory // 2,
+            lambda error: self.fault(error, "writer"),
+            disk_bytes=None if disk is None else disk // self.where.world,
+            on_limit=lambda text: self._say(text, "drop"),
         )
         plain = coordinates.parallel_state() is None
         self._while_recording = PatchSet(
@@ -104,6 +122,9 @@ class Session:
         atexit.register(self.close)
         what = f"{self.dump.asked.level} {self.dump.asked.task}"
         self._tell(f"recording {what} of steps {config.steps.describe()} into {self.directory.path}")
+
+    def _write_tensors(self, pack: TensorPack) -> None:
+        self.writer.submit(pack)
 
     # What the patches tell.
 
@@ -172,6 +193,8 @@ class Session:
     def schedule_end(self) -> None:
         """The schedule returned; without an optimizer the step ends here."""
         self.in_schedule = False
+        if self._recording:
+            self.dump.calls_end()
         if self._optimizer is None:
             self.optimizer_begin()
             self.optimizer_end()
@@ -202,6 +225,18 @@ class Session:
             self.schedule_begin("plain loop", None)
             self.in_schedule = False
         self.microbatch_begin(model, None, [])
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While the model runs without gradients: an evaluation in the middle of a step is not of the step."""
+        paused = self._recording
+        if paused:
+            self.dump.pause()
+        try:
+            yield
+        finally:
+            if paused and self._recording:
+                self.dump.resume()
 
     def step(self) -> None:
         """End the step by hand, where no optimizer was given or its step was skipped; else it changes nothing.
@@ -354,31 +389,3 @@ class Session:
 
 def _or_never(step: int | None) -> int:
     return _NEVER if step is None else step
-
-
-def attach(
-    model: nn.Module | Sequence[nn.Module],
-    optimizer: Any = None,
-    config: ProbeConfig | Flags | str | Path | None = None,
-    *,
-    tag: str | None = None,
-    step: int | Callable[[], int] | None = None,
-    arguments: Any = None,
-) -> Session:
-    """Arm a model (one module or Megatron's list of chunks) and its outermost optimizer.
-
-    `step` is the number of the first step, or a function that tells the coming step; by default Megatron's own
-    iteration, else a counter. Raises `ConfigError` if the probe file does not fit the job.
-
-    Example::
-
-        session = attach(model_chunks, optimizer, "probe.yaml")
-    """
-    if config is None:
-        config = from_command_line()
-    if isinstance(config, Flags):
-        config = config.load_config()
-    elif not isinstance(config, ProbeConfig):
-        config = load(config)
-    chunks = [model] if isinstance(model, nn.Module) else list(model)
-    return Session(chunks, optimizer, config, tag=tag, step=step, arguments=arguments)

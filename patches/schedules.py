@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from msprobe_megatron.patching import Patch
+from msprobe_megatron.patching import Patch, PatchError, host_version
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
@@ -37,6 +37,12 @@ def _schedule(original: Callable[..., Any], events: Any) -> Callable[..., Any]:
 
 def _forward_step(original: Callable[..., Any], events: Any) -> Callable[..., Any]:
     names = list(inspect.signature(original).parameters)
+    for name in ("model", "forward_data_store"):
+        if name not in names:
+            raise PatchError(
+                f"schedules.forward_step of megatron-core {host_version()} has no parameter {name!r}: this release"
+                " is not known to the kit"
+            )
     model_at, store_at = names.index("model"), names.index("forward_data_store")
     microbatch_at = names.index("current_microbatch") if "current_microbatch" in names else -1
 

@@ -1,6 +1,6 @@
 """Draws the pictures of the README from real runs: the terminal's own output as SVG.
 
-    python scripts/pictures.py quickstart_out/run_001/tp2pp2 docs/images
+python scripts/pictures.py quickstart_out/run_001/tp2pp2 docs/images
 """
 
 import re

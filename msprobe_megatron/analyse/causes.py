@@ -1,7 +1,9 @@
 """Causes: which of the tensors that differ do so by themselves, and which have only inherited it.
 
 A module's result has `diverged` here when what went into it agrees: its inputs (for a gradient: the gradient of its
-output, and what the forward left), its weights, and every module inside it. Anything else is `inherited`.
+output, and what the forward left), its weights, and every module inside it. Anything else is `inherited`; so is what
+differs less than something before it in the same samples, because a difference may pass below the tolerance for a while
+and come up again.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from msprobe_megatron.analyse.judge import Judgement
 from msprobe_megatron.analyse.match import Pairs
 from msprobe_megatron.analyse.order import last_sample
 
@@ -22,15 +25,15 @@ AGREE, DIVERGED, INHERITED, ONLY_LEFT, ONLY_RIGHT, LAYOUT = (
 _TIED = {"embedding.word_embeddings": ("output_layer",)}
 
 
-def classify(
-    pairs: Pairs, diverged: npt.NDArray[np.bool_], layout: npt.NDArray[np.object_], order: npt.NDArray[np.int64]
-) -> list[str]:
+def classify(pairs: Pairs, judgement: Judgement, order: npt.NDArray[np.int64]) -> list[str]:
     """State of every pair; `order` is the order of cause.
 
     Example::
 
-        states = classify(pairs, judgement.diverged, judgement.layout, causal_order(pairs, places))
+        states = classify(pairs, judgement, causal_order(pairs, places))
     """
+    diverged, layout = judgement.diverged, judgement.layout
+    excess = judgement.error / judgement.tolerance
     states = np.full(len(pairs), AGREE, dtype=object)
     states[layout != ""] = LAYOUT
     states[~pairs["right_has"].astype(bool)] = ONLY_LEFT
@@ -40,8 +43,9 @@ def classify(
     columns = (pairs["step"], samples, pairs["kind"], pairs["name"], pairs["io"])
     for i in order[diverged[order]]:
         step, sample, kind, name, io = (column[i] for column in columns)
-        states[i] = INHERITED if known.explains(step, sample, kind, name, io) else DIVERGED
-        known.add(step, sample, kind, name, io)
+        inherited = known.explains(step, sample, kind, name, io) or known.larger(step, sample, kind, excess[i])
+        states[i] = INHERITED if inherited else DIVERGED
+        known.add(step, sample, kind, name, io, excess[i])
     return [str(state) for state in states]
 
 
@@ -70,25 +74,32 @@ class _Known:
 
     def __init__(self) -> None:
         self.first_step: int | None = None
-        self.in_sample: dict[tuple[int, int], bool] = defaultdict(bool)
+        self.in_sample: dict[tuple[int, int], float] = defaultdict(float)
         self.modules: dict[tuple[int, int], set[tuple[str, str, str]]] = defaultdict(set)
         self.inside: dict[tuple[int, int], set[tuple[str, str]]] = defaultdict(set)
         self.weights: set[tuple[int, str]] = set()
         self.anywhere: set[tuple[int, str, str, str]] = set()
         self.in_step: set[int] = set()
+        self.by_weights: dict[int, float] = defaultdict(float)
 
-    def add(self, step: Any, sample: Any, kind: str, name: str, io: str) -> None:
+    def add(self, step: Any, sample: Any, kind: str, name: str, io: str, excess: float) -> None:
         """A tensor differs."""
         if self.first_step is None:
             self.first_step = int(step)
         self.in_step.add(step)
         if kind == "parameter":
             self.weights.update((step, holder) for holder in _holders(name))
+            self.by_weights[step] = max(self.by_weights[step], excess)
             return
         self.anywhere.add((step, kind, name, io))
-        self.in_sample[step, sample] = True
+        self.in_sample[step, sample] = max(self.in_sample[step, sample], excess)
         self.modules[step, sample].add((kind, name, io))
         self.inside[step, sample].update((kind, holder) for holder in _holders(name))
+
+    def larger(self, step: Any, sample: Any, kind: str, excess: float) -> bool:
+        """Whether something before it in the same samples differs by more."""
+        before = max(self.in_sample[step, sample], self.by_weights[step])
+        return kind in ("activation", "gradient") and before >= excess
 
     def explains(self, step: Any, sample: Any, kind: str, name: str, io: str) -> bool:
         """Whether something that differs already can be the cause of this."""
@@ -96,7 +107,7 @@ class _Known:
             return True
         if kind in ("activation", "gradient"):
             result = (kind == "activation") == (io == "output")
-            return self._result(step, sample, kind, name) if result else bool(self.in_sample[step, sample])
+            return self._result(step, sample, kind, name) if result else self.in_sample[step, sample] > 0
         if kind == "grad_reduced":
             return self._weight_gradient(step, name)
         return kind != "parameter" and step in self.in_step

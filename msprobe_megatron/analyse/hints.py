@@ -20,7 +20,7 @@ def hints(golden: Run, run: Run, pairs: Pairs, states: Sequence[str], order: Seq
 
         hints(golden, run, pairs, states, by_themselves)    # ["all gradients are 2 times those of ..."]
     """
-    found = [*_dropout(golden, run), *_weights(pairs, states), *_factor(pairs, states)]
+    found = [*_dropout(golden, run), *_layers(run), *_weights(pairs, states), *_factor(pairs, states)]
     first = order[0] if order else None
     if first is not None and pairs["kind"][first] == "grad_reduced":
         found.append(
@@ -30,6 +30,31 @@ def hints(golden: Run, run: Run, pairs: Pairs, states: Sequence[str], order: Seq
     if first is not None and pairs["kind"][first] in ("activation", "gradient") and _arrives(pairs, first):
         found.append("it is what arrives at the module: look at what feeds it (communication, residual, schedule)")
     return found
+
+
+def doubled_layers(run: Run) -> dict[int, list[tuple[int, int]]]:
+    """Layers that more than one stage holds, and the (rank, virtual stage) that do."""
+    places: dict[int, dict[tuple[int, int], list[tuple[int, int]]]] = {}
+    for rank, facts in sorted(run.ranks.items()):
+        pp = int(facts.get("coordinates", {}).get("pp", 0))
+        for chunk in facts.get("chunks", []):
+            for layer in chunk.get("layers", []):
+                stage = (pp, int(chunk.get("vpp", 0)))
+                places.setdefault(int(layer), {}).setdefault(stage, []).append((rank, stage[1]))
+    return {
+        layer: [holder for holders in stages.values() for holder in holders]
+        for layer, stages in places.items()
+        if len(stages) > 1
+    }
+
+
+def _layers(run: Run) -> list[str]:
+    return [
+        f"layer {layer} is held by more than one stage: "
+        + ", ".join(f"rank {rank} virtual stage {vpp}" for rank, vpp in holders)
+        + "; look at the layer offset of the stages"
+        for layer, holders in sorted(doubled_layers(run).items())[:2]
+    ]
 
 
 def _arrives(pairs: Pairs, i: int) -> bool:
@@ -64,6 +89,6 @@ def _factor(pairs: Pairs, states: Sequence[str]) -> list[str]:
     if not len(ratios):
         return []
     middle = float(np.median(ratios))
-    if middle == 0 or np.mean(np.abs(ratios / middle - 1) < _SPREAD) < _MANY:
+    if middle == 0 or abs(middle - 1) < 2 * _SPREAD or np.mean(np.abs(ratios / middle - 1) < _SPREAD) < _MANY:
         return []
     return [f"all gradients are {middle:.4g} times those of the golden run: look at how the loss is averaged"]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from msprobe_megatron.analyse.match import Pairs
-from msprobe_megatron.analyse.tolerance import EPS32, Floats
+from msprobe_megatron.analyse.tolerance import EPS32, Allowed, Floats
 
 Flags = npt.NDArray[np.bool_]
 
@@ -24,18 +24,20 @@ _BAD = ("n_nan", "n_posinf", "n_neginf")
 class Judgement:
     """One entry a pair of tensors; `layout` holds the reason where they cannot be compared, else an empty text.
 
-    `replica` marks what differs between the ranks of one run that should hold the same numbers.
+    `replica` marks what differs between the ranks of one run that should hold the same numbers, `sketch` errors that
+    are norms of a difference.
     """
 
     error: Floats
     tolerance: Floats
     diverged: Flags
     replica: Flags
+    sketch: Flags
     layout: npt.NDArray[np.object_]
 
 
-def judge(pairs: Pairs, tolerance: Floats, padded_vocabulary: tuple[int, int] | None = None) -> Judgement:
-    """Errors and verdicts of all pairs.
+def judge(pairs: Pairs, allowed: Allowed, padded_vocabulary: tuple[int, int] | None = None) -> Judgement:
+    """Errors and verdicts of all pairs; of each tensor the figure that is furthest beyond what is allowed.
 
     Example::
 
@@ -44,46 +46,76 @@ def judge(pairs: Pairs, tolerance: Floats, padded_vocabulary: tuple[int, int] | 
     both = pairs["left_has"].astype(bool) & pairs["right_has"].astype(bool)
     layout = _reasons(pairs, both, padded_vocabulary)
     scale = scales(pairs)
-    error = errors(pairs, scale)
-    between, bad_replicas = _replica_errors(pairs, scale, tolerance)
+    error, tolerance = _worse(errors(pairs, scale), allowed)
+    apart = pairs["distance"] / np.maximum(scale, _TINY)
+    by_sketch = np.nan_to_num(apart / allowed.element) > error / tolerance
+    error, tolerance = np.where(by_sketch, apart, error), np.where(by_sketch, allowed.element, tolerance)
+    between, between_allowed = _worse(_replica_errors(pairs, scale), allowed)
     comparable = both & (layout == "")
-    same_bits = np.array([a is not None and a == b for a, b in zip(pairs["digest_l"], pairs["digest_r"], strict=True)])
-    exact = (pairs["kind"] == "parameter") & (tolerance <= 4 * EPS32) | (tolerance < EPS32)
-    other_bits = exact & np.array(
-        [a is not None and b is not None and a != b for a, b in zip(pairs["digest_l"], pairs["digest_r"], strict=True)]
-    )
-    # One flipped bit of a large weight is below what its statistics can show, and above what its digest allows.
-    error = np.where(other_bits & (error <= tolerance), 2 * tolerance, error)
-    diverged = comparable & (error > tolerance) & ~same_bits
-    replica = both & bad_replicas & (pairs["reason_r"] == "")
+    diverged = comparable & (error > tolerance)
+    same, other = _bits(pairs)
+    # One flipped bit of a large weight is below what its statistics can show; its digest shows it all the same.
+    flipped = comparable & other & ~diverged & (pairs["kind"] == "parameter") & (allowed.average < 8 * EPS32)
+    error = np.where(flipped, 2 * tolerance, error)
+    replica = both & (between > between_allowed) & (pairs["reason_r"] == "")
+    by_replica = replica & ~diverged
     return Judgement(
-        error=np.where(replica & ~diverged, between, error),
-        tolerance=tolerance,
-        diverged=diverged | (replica & comparable),
+        error=np.where(by_replica, between, error),
+        tolerance=np.where(by_replica, between_allowed, tolerance),
+        diverged=(diverged & ~same) | flipped | (replica & comparable),
         replica=replica,
+        sketch=by_sketch & ~by_replica,
         layout=layout,
     )
 
 
-def errors(pairs: Pairs, scale: Floats) -> Floats:
-    """Relative error of norm, sum and half of the extremes: the largest; infinite where non-finite counts differ."""
+def _worse(found: tuple[Floats, Floats], allowed: Allowed) -> tuple[Floats, Floats]:
+    """Of averages and extremes the one that is further beyond what is allowed."""
+    average, extreme = found
+    by_extreme = extreme / allowed.extreme > average / allowed.average
+    return np.where(by_extreme, extreme, average), np.where(by_extreme, allowed.extreme, allowed.average)
+
+
+def _bits(pairs: Pairs) -> tuple[Flags, Flags]:
+    """Where digests are equal, and where there are two that differ."""
+    digests = list(zip(pairs["digest_l"], pairs["digest_r"], strict=True))
+    known = np.array([a is not None and b is not None for a, b in digests], bool) & (pairs["dims_l"] == pairs["dims_r"])
+    same = np.array([a == b for a, b in digests], bool)
+    return known & same, known & ~same
+
+
+def errors(pairs: Pairs, scale: Floats) -> tuple[Floats, Floats]:
+    """Relative errors of norm or sum, and of the extremes; infinite where numbers of non-finite elements differ."""
     numel = np.maximum(pairs["numel_l"], pairs["numel_r"]).astype(np.float64)
     norm_l, norm_r = _norm(pairs["sumsq_l"]), _norm(pairs["sumsq_r"])
     largest = np.maximum(_zero(pairs["absmax_l"]), _zero(pairs["absmax_r"]))
     # Where the norm was replaced by a larger scale, the extremes follow it.
     own = np.maximum(norm_l, norm_r)
     largest = largest * np.where(own > 0, scale / np.maximum(own, _TINY), 1.0)
-    parts = [
-        np.abs(norm_l - norm_r) / np.maximum(scale, _TINY),
-        np.abs(_zero(pairs["sum_l"]) - _zero(pairs["sum_r"])) / np.maximum(np.sqrt(numel) * scale, _TINY),
-        _apart(pairs, "min") / np.maximum(2 * largest, _TINY),
-        _apart(pairs, "max") / np.maximum(2 * largest, _TINY),
-        np.abs(pairs["numel_l"] - pairs["numel_r"]) / np.maximum(numel, 1),
-    ]
-    error: Floats = np.maximum.reduce(parts)
+    average: Floats = np.maximum.reduce(
+        [
+            np.abs(norm_l - norm_r) / np.maximum(scale, _TINY),
+            np.abs(_zero(pairs["sum_l"]) - _zero(pairs["sum_r"])) / np.maximum(np.sqrt(numel) * scale, _TINY),
+            np.abs(pairs["numel_l"] - pairs["numel_r"]) / np.maximum(numel, 1),
+            _part_errors(pairs),
+        ]
+    )
     for name in _BAD:
-        error = np.where(_zero(pairs[f"{name}_l"]) != _zero(pairs[f"{name}_r"]), np.inf, error)
-    return np.where(np.isnan(error), np.inf, error)
+        average = np.where(_zero(pairs[f"{name}_l"]) != _zero(pairs[f"{name}_r"]), np.inf, average)
+    extreme = np.maximum(_apart(pairs, "min"), _apart(pairs, "max")) / np.maximum(largest, _TINY)
+    return np.where(np.isnan(average), np.inf, average), np.where(np.isnan(extreme), np.inf, extreme)
+
+
+def _part_errors(pairs: Pairs) -> Floats:
+    """Relative errors of the largest and the smallest part: one wrong rank of many hardly shows in the whole."""
+    if not pairs.same_cuts:
+        return np.zeros(len(pairs))
+    cut = (pairs["parts_l"] == pairs["parts_r"]) & (pairs["parts_l"] > 1) & (pairs["kind"] != "grad_reduced")
+    found = np.zeros(len(pairs))
+    for name in ("part_high", "part_low"):
+        left, right = _norm(pairs[f"{name}_l"]), _norm(pairs[f"{name}_r"])
+        found = np.maximum(found, np.abs(left - right) / np.maximum(np.maximum(left, right), _TINY))
+    return np.where(cut & np.isin(pairs["tokens"], ("samples", "fixed")), found, 0.0)
 
 
 def scales(pairs: Pairs) -> Floats:
@@ -123,19 +155,15 @@ def scales(pairs: Pairs) -> Floats:
     return scale
 
 
-def _replica_errors(pairs: Pairs, scale: Floats, tolerance: Floats) -> tuple[Floats, Flags]:
-    """Errors between the ranks of the second run that hold the same part, and where they are too large."""
-    numel = np.maximum(_zero(pairs["numel_r"]).astype(np.float64), 1)
-    largest = np.maximum(_zero(pairs["absmax_r"]), _TINY)
-    between: Floats = np.maximum.reduce(
-        [
-            _zero(pairs["d_norm_r"]) / np.maximum(scale, _TINY),
-            _zero(pairs["d_sum_r"]) / np.maximum(np.sqrt(numel) * scale, _TINY),
-            _zero(pairs["d_extreme_r"]) / (2 * largest),
-        ]
+def _replica_errors(pairs: Pairs, scale: Floats) -> tuple[Floats, Floats]:
+    """Relative errors between the ranks of the second run that hold the same part."""
+    numel = np.maximum(_zero(pairs["numel_r"]), 1)
+    average: Floats = np.maximum(
+        _zero(pairs["d_norm_r"]) / np.maximum(scale, _TINY),
+        _zero(pairs["d_sum_r"]) / np.maximum(np.sqrt(numel) * scale, _TINY),
     )
-    between = np.where(_zero(pairs["d_counts_r"]) > 0, np.inf, between)
-    return between, between > tolerance
+    average = np.where(_zero(pairs["d_counts_r"]) > 0, np.inf, average)
+    return average, _zero(pairs["d_extreme_r"]) / np.maximum(_zero(pairs["absmax_r"]), _TINY)
 
 
 def _reasons(pairs: Pairs, both: Flags, padded: tuple[int, int] | None) -> npt.NDArray[np.object_]:

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from msprobe_megatron.analyse.load import Run
-from msprobe_megatron.analyse.merge import merge_query
+from msprobe_megatron.analyse.merge import labelled_query, merge_query
+from msprobe_megatron.analyse.sketches import count, distances
 
 COMPARED = (
     *("activation", "gradient", "parameter", "grad_reduced", "grad_clipped"),
@@ -38,6 +39,8 @@ class Pairs:
     """
 
     columns: dict[str, Column]
+    same_cuts: bool = False
+    """Whether both runs cut their tensors alike, so that parts can be compared too."""
 
     def __len__(self) -> int:
         return len(self.columns["step"])
@@ -67,7 +70,23 @@ def match(golden: Run, run: Run, step: int | None = None) -> Pairs:
     connection.execute(_UNITS)
     for prefix in ("l", "r"):
         connection.execute(_BLOCKS.replace("{side}", prefix))
-    return Pairs(_plain(connection.query(_PAIRS).fetchnumpy()))
+    pairs = Pairs(_plain(connection.query(_PAIRS).fetchnumpy()), same_cuts(golden, run))
+    pairs.columns["distance"] = _distances(connection, golden, run, step, pairs)
+    return pairs
+
+
+def _distances(
+    connection: duckdb.DuckDBPyConnection, golden: Run, run: Run, step: int | None, pairs: Pairs
+) -> npt.NDArray[np.float64]:
+    """Norms of the differences, where both runs have sketches."""
+    rows = [count(side.rows(connection, step)) for side in (golden, run)]
+    if not min(rows):
+        return np.full(len(pairs), np.nan)
+    labelled = [labelled_query(connection, side, step, f"sketched_{i}") for i, side in enumerate((golden, run))]
+    keys = (pairs["sketch_key_l"], pairs["sketch_key_r"])
+    found = distances(connection, (labelled[0], labelled[1]), keys, max(rows))
+    # Elements are numbered in the order of the dimensions: [s, b, h] and [b, s, h] are numbered differently.
+    return np.where(pairs["dims_l"] == pairs["dims_r"], found, np.nan)
 
 
 def same_layout(golden: Run, run: Run) -> bool:
@@ -75,6 +94,16 @@ def same_layout(golden: Run, run: Run) -> bool:
     alike = all(golden.facts.get(key) == run.facts.get(key) for key in ("sizes", "world", "sequence_parallel"))
     sizes = [side.facts.get("arguments", {}).get("micro_batch_size") for side in (golden, run)]
     return alike and sizes[0] == sizes[1]
+
+
+def same_cuts(golden: Run, run: Run) -> bool:
+    """Whether both runs cut a tensor of one microbatch in the same way, however many stages and replicas they have."""
+    cuts = [{axis: side.sizes.get(axis, 1) for axis in ("tp", "cp", "ep", "etp")} for side in (golden, run)]
+    others = [
+        (side.facts.get("sequence_parallel"), side.facts.get("arguments", {}).get("micro_batch_size"))
+        for side in (golden, run)
+    ]
+    return cuts[0] == cuts[1] and others[0] == others[1]
 
 
 def _loss_rows(prefix: str, steps: str) -> str:
@@ -88,9 +117,9 @@ def _loss_rows(prefix: str, steps: str) -> str:
     select step, 0 as samples_from, 0 as samples, 'forward' as phase, 'loss' as kind, name, 'output' as io,
         'mean' as path, 'fixed' as tokens, any_value(op) as op, any_value(dtype) as dtype, 1 as numel,
         loss as min, loss as max, loss as sum, loss * loss as sumsq, abs(loss) as absmax,
-        any_value(bad) as n_nan, 0 as n_posinf, 0 as n_neginf, 0 as n_zero,
+        any_value(bad) as n_nan, any_value(bad) as bad, 0 as n_posinf, 0 as n_neginf, 0 as n_zero,
         0 as d_sum, 0 as d_norm, 0 as d_extreme, 0 as d_counts, false as d_digest, 1 as copies,
-        min(rank) as rank, max(seq) as seq, '' as reason
+        min(rank) as rank, max(seq) as seq, '' as reason, 1 as parts, '' as dims, 0 as quantum
     from (
         select step, name, op, dtype, rank, seq,
             sum(case when path in ('', '0') then sum end) over (partition by step, name)
@@ -126,9 +155,9 @@ select kind, name, io, path, case when a = 0 or b = 0 then 1 else lcm(a, b) end 
 
 # Tensors that hold no samples (masks, rotary tables) are the same in every microbatch: the first one stands for all.
 # Numbers of tokens an expert add up element by element, which only their sum survives.
-_ADDED = ("numel", "sum", "sumsq", "n_nan", "n_posinf", "n_neginf", "n_zero")
+_ADDED = ("numel", "sum", "sumsq", "n_nan", "n_posinf", "n_neginf", "n_zero", "bad")
 _COUNTS = {"numel": "1", "sum": "sum(sum)", "sumsq": "sum(sum) * sum(sum)", "n_zero": "0"}
-_COUNTS.update(dict.fromkeys(("n_nan", "n_posinf", "n_neginf"), "0"))
+_COUNTS.update(dict.fromkeys(("n_nan", "n_posinf", "n_neginf", "bad"), "0"))
 _BLOCKS = (
     """
 create temp table {side}_blocks as
@@ -147,7 +176,11 @@ select step, phase, join_phase, kind, name, io, path, samples_from // unit as bl
     case when any_value(tokens) = 'counts' then sum(sum) else max(absmax) end as absmax,
     max(d_sum) as d_sum, max(d_norm) as d_norm, max(d_extreme) as d_extreme, max(d_counts) as d_counts,
     bool_or(d_digest) as d_digest, case when count(*) = 1 then any_value(digest) end as digest,
-    max(copies) as copies, min(rank) as rank, min(seq) as seq,
+    max(copies) as copies, min(rank) as rank, min(seq) as seq, max(parts) as parts,
+    any_value(dims) as dims, max(quantum) as quantum,
+    max(part_high) as part_high, min(part_low) as part_low,
+    case when count(*) = 1 then hash(hash(phase, kind, name, io, path), step, any_value(samples_from)) end
+        as sketch_key,
     case when max(reason) <> '' then max(reason)
          when sum(samples) > 0 and sum(samples) < any_value(unit)
             then 'only ' || cast(sum(samples) as bigint) || ' of ' || any_value(unit) || ' samples were recorded'
@@ -156,7 +189,11 @@ from {side} join units using (kind, name, io, path)
 group by step, phase, join_phase, kind, name, io, path, samples_from // unit
 """
 )
-_BOTH = (*STATISTICS, *_SPREADS, "dtype", "global_shape", "digest", "d_digest", "copies", "reason", "seq", "rank")
+_BOTH = (
+    *(*STATISTICS, *_SPREADS, "bad", "dtype", "global_shape"),
+    *("digest", "d_digest", "copies", "reason", "seq", "rank", "parts", "part_high", "part_low", "sketch_key"),
+    *("dims", "quantum"),
+)
 _PAIRS = f"""
 select coalesce(a.step, b.step) as step, coalesce(a.block, b.block) as block,
     case when a.phase = 'recompute' or b.phase = 'recompute' then 'recompute' else coalesce(a.phase, b.phase) end
@@ -180,7 +217,7 @@ def _plain(columns: dict[str, Any]) -> dict[str, Column]:
             plain[name] = np.asarray(column)
             continue
         absent = np.ma.getmaskarray(column)
-        words = column.dtype == object or name.startswith("digest")
+        words = column.dtype == object or name.startswith(("digest", "sketch_key"))
         values: Column = np.asarray(column.data).astype(object if words else np.float64)
         values[absent] = None if words else np.nan
         plain[name] = values

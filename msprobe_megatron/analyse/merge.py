@@ -1,7 +1,7 @@
 """Merging shards: from the rows of all ranks to the tensors that a run on one card would have seen.
 
 Rows say by their shard spec which axes cut them. Parts add up (sums and counts add, minima and maxima combine);
-ranks that hold the same part are replicas, of which the first is taken and the others must agree. Works as one
+ranks that hold the same part are replicas, of which one is taken and all must agree. Works as one
 query, so that 1,000 ranks need no more Python than two.
 
 Every merged tensor carries the samples of the global batch that it was computed from. Megatron deals them out by
@@ -35,6 +35,7 @@ class Layout:
     parts: int
     flat: str
     reason: str
+    dims: str
 
 
 def merged(run: Run, step: int | None = None) -> duckdb.DuckDBPyRelation:
@@ -69,6 +70,31 @@ def merge_query(
 
         sql = merge_query(connection, run, 0, "golden", kinds=("activation",))
     """
+    words = _register(connection, run, step, prefix, kinds, by_rank)
+    return _filled(_QUERY, words)
+
+
+def labelled_query(connection: duckdb.DuckDBPyConnection, run: Run, step: int | None, prefix: str) -> str:
+    """The rows with sketches as SQL: what they are, `part`, `samples_from` and the `factor` of their gradients."""
+    words = _register(connection, run, step, prefix, ("activation", "gradient", "parameter", "grad_reduced"), False)
+    return _filled(_SKETCHED, words)
+
+
+def _filled(query: str, words: dict[str, str]) -> str:
+    for word, value in words.items():
+        query = query.replace("{" + word + "}", value)
+    return query
+
+
+def _register(
+    connection: duckdb.DuckDBPyConnection,
+    run: Run,
+    step: int | None,
+    prefix: str,
+    kinds: tuple[str, ...],
+    by_rank: bool,
+) -> dict[str, str]:
+    """Make the rows, shard texts and ranks of a run known to the connection; the words to put into a query."""
     rows = run.rows(connection, step)
     if kinds:
         rows = rows.filter("kind in ({})".format(", ".join(f"'{kind}'" for kind in kinds)))
@@ -76,7 +102,7 @@ def merge_query(
     texts = [text or "" for (text,) in rows.project("shard").distinct().fetchall()]
     connection.register(f"{prefix}_layouts", _layout_table(texts, run.sizes, by_rank))
     connection.register(f"{prefix}_ranks", _rank_table(run))
-    words = {
+    return {
         "rows": f"{prefix}_rows",
         "layouts": f"{prefix}_layouts",
         "ranks": f"{prefix}_ranks",
@@ -86,10 +112,6 @@ def merge_query(
         "dp_size": str(run.sizes.get("dp", 1)),
         "mbs": str(micro_batch_size(run, rows)),
     }
-    query = _QUERY
-    for word, value in words.items():
-        query = query.replace("{" + word + "}", value)
-    return query
 
 
 def micro_batch_size(run: Run, rows: duckdb.DuckDBPyRelation) -> int:
@@ -122,7 +144,7 @@ def _layout_table(texts: list[str], sizes: dict[str, int], by_rank: bool) -> pa.
     columns: dict[str, list[Any]] = {"shard": texts}
     for axis in _AXES:
         columns[f"cut_{axis}"] = [axis in layout.cut for layout in layouts]
-    for name in ("tokens", "parts", "flat", "reason"):
+    for name in ("tokens", "parts", "flat", "reason", "dims"):
         columns[name] = [getattr(layout, name) for layout in layouts]
     if by_rank:
         columns["reason"] = [""] * len(texts)
@@ -143,7 +165,7 @@ def layout_of(text: str, sizes: dict[str, int]) -> Layout:
 def _layout(text: str, sizes: dict[str, int]) -> Layout:
     spec = ShardSpec.parse(text)
     if spec.unknown is not None:
-        return Layout(frozenset(_AXES), "fixed", 0, "", spec.unknown)
+        return Layout(frozenset(_AXES), "fixed", 0, "", spec.unknown, "")
     axes = {cut.axis for dim in spec.dims for cut in dim.cuts if cut.order != "samples"}
     names = {dim.name for dim in spec.dims}
     tokens = "samples" if names & {"b", "s*b"} else "experts" if "x" in names else "fixed"
@@ -152,69 +174,98 @@ def _layout(text: str, sizes: dict[str, int]) -> Layout:
     if tokens in ("experts", "counts"):
         # Expert, expert-tensor and expert-data coordinates tell all ranks of a stage apart.
         axes.add("edp")
+    dims = " ".join(dim.name for dim in spec.dims)
     if spec.partial:
-        return Layout(frozenset(axes | set(spec.partial)), tokens, 0, "", f"partial over {', '.join(spec.partial)}")
+        reason = f"summands over {', '.join(spec.partial)}, whose sum is the whole"
+        return Layout(frozenset(axes | set(spec.partial)), tokens, 0, "", reason, dims)
     parts = 1
     for axis in axes:
         parts *= sizes.get(axis, 1)
     flat = f"{spec.flat[0]}:{spec.flat[1]}" if spec.flat is not None else ""
-    return Layout(frozenset(axes), tokens, parts if not flat else 0, flat, "")
+    return Layout(frozenset(axes), tokens, parts if not flat else 0, flat, "", dims)
 
 
-_PART = " || ',' || ".join(f"case when cut_{axis} then cast({axis} as varchar) else '' end" for axis in _AXES)
+_PART = ", ".join(f"case when cut_{axis} then {axis} else -1 end" for axis in _AXES)
 
+# Names are grouped by their hash and joined again at the end: strings of millions of rows would take most of the time.
+# Of replicas the smaller figures stand for all; where they differ, that is a finding of its own (`d_...`).
 _QUERY = """
 with scales as (
     select step as scale_step, max(max) as loss_scale from {rows}
     where kind = 'loss' and name = 'loss_scale' group by step
 ), labelled as (
-    select {rows}.* exclude (sketch, extra, tensor), {layouts}.* exclude (shard), edp,
+    select step, microbatch, hash(phase, kind, name, io, path) as id, rank, seq, numel, min, max, sum, sumsq, absmax,
+        n_nan, n_posinf, n_neginf, n_zero, digest, parts, flat, reason, tokens, dims,
         case when microbatch is null then 0
              when tokens = 'samples' then (microbatch * {dp_size} + dp) * {mbs}
              else microbatch * {dp_size} * {mbs} end as samples_from,
         case when microbatch is null then 0
              when tokens = 'samples' then {mbs} else {dp_size} * {mbs} end as samples,
-        {part} || '|' || flat as part,
-        case kind when 'gradient' then {scale} * coalesce(loss_scale, 1)
-                  when 'grad_reduced' then coalesce(loss_scale, 1) else 1 end as factor
-    from {rows} join {layouts} using (shard) join {ranks} using (rank) left join scales on scale_step = step
+        hash({part}, flat) as part
+    from {rows} join {layouts} using (shard) join {ranks} using (rank)
+), names as (
+    select hash(phase, kind, name, io, path) as id, any_value(phase) as phase, any_value(kind) as kind,
+        any_value(name) as name, any_value(io) as io, any_value(path) as path, any_value(op) as op,
+        any_value(dtype) as dtype, any_value(global_shape) as global_shape
+    from {rows} group by id
 ), replicas as (
-    select {key}, part, any_value(tokens) as tokens, any_value(op) as op, any_value(dtype) as dtype,
-        arg_min(numel, rank) as numel, arg_min(min, rank) as min, arg_min(max, rank) as max,
-        arg_min(sum, rank) as sum, arg_min(sumsq, rank) as sumsq, arg_min(absmax, rank) as absmax,
-        arg_min(n_nan, rank) as n_nan, arg_min(n_posinf, rank) as n_posinf,
-        arg_min(n_neginf, rank) as n_neginf, arg_min(n_zero, rank) as n_zero, arg_min(digest, rank) as digest,
-        coalesce(max(sum) - min(sum), 0) as d_sum,
-        coalesce(sqrt(max(sumsq)) - sqrt(min(sumsq)), 0) as d_norm,
-        greatest(coalesce(max(max) - min(max), 0), coalesce(max(min) - min(min), 0)) as d_extreme,
+    select step, microbatch, samples_from, samples, id, part,
+        any_value(tokens) as tokens, any_value(parts) as expected, any_value(reason) as reason,
+        any_value(dims) as dims,
+        min(numel) as numel, min(min) as min, max(max) as max, min(sum) as sum, min(sumsq) as sumsq,
+        max(absmax) as absmax, min(n_nan) as n_nan, min(n_posinf) as n_posinf, min(n_neginf) as n_neginf,
+        min(n_zero) as n_zero, min(digest) as digest,
+        max(n_nan + n_posinf + n_neginf) as bad,
+        max(sum) - min(sum) as d_sum, sqrt(max(sumsq)) - sqrt(min(sumsq)) as d_norm,
+        greatest(max(max) - min(max), max(min) - min(min)) as d_extreme,
         coalesce(max(n_nan) - min(n_nan) + max(n_posinf) - min(n_posinf) + max(n_neginf) - min(n_neginf), 0)
             + max(numel) - min(numel) as d_counts,
-        coalesce(max(n_zero) - min(n_zero), 0) as d_zero,
-        coalesce(max(digest) <> min(digest), false) as d_digest,
+        max(n_zero) - min(n_zero) as d_zero, max(digest) <> min(digest) as d_digest,
         count(*) filter (where sum is null and numel > 0) as unmeasured,
-        min(rank) as rank, min(seq) as seq, count(*) as copies,
-        any_value(factor) as factor, any_value(parts) as expected, any_value(reason) as reason,
-        any_value(global_shape) as global_shape
-    from labelled group by {key}, part
+        min(rank) as rank, min(seq) as seq, count(*) as copies
+    from labelled group by step, microbatch, samples_from, samples, id, part
+), whole as (
+    select step, microbatch, samples_from, samples, id,
+        any_value(tokens) as tokens, any_value(expected) as expected_parts, any_value(reason) as why,
+        any_value(dims) as dims,
+        sum(numel) as numel, min(min) as min, max(max) as max, sum(sum) as sum, sum(sumsq) as sumsq,
+        max(absmax) as absmax, sum(n_nan) as n_nan, sum(n_posinf) as n_posinf, sum(n_neginf) as n_neginf,
+        sum(n_zero) as n_zero, coalesce(sum(bad), 0) as bad, max(sumsq) as part_high, min(sumsq) as part_low,
+        case when count(digest) = count(*)
+            then cast(sum(cast(digest as hugeint)) % 18446744073709551616 as ubigint) end as digest,
+        count(*) as parts, max(copies) as copies, coalesce(max(d_sum), 0) as d_sum,
+        coalesce(max(d_norm), 0) as d_norm, coalesce(max(d_extreme), 0) as d_extreme, max(d_counts) as d_counts,
+        coalesce(max(d_zero), 0) as d_zero, coalesce(bool_or(d_digest), false) as d_digest,
+        sum(unmeasured) as unmeasured, min(rank) as rank, min(seq) as seq
+    from replicas group by step, microbatch, samples_from, samples, id
+), scaled as (
+    select *, case kind when 'gradient' then {scale} * coalesce(loss_scale, 1)
+                        when 'grad_reduced' then coalesce(loss_scale, 1) else 1 end as factor
+    from whole join names using (id) left join scales on scale_step = step
 )
-select {key}, any_value(tokens) as tokens, any_value(op) as op, any_value(dtype) as dtype,
-    any_value(global_shape) as global_shape,
-    sum(numel) as numel, min(min) / any_value(factor) as min, max(max) / any_value(factor) as max,
-    sum(sum) / any_value(factor) as sum, sum(sumsq) / (any_value(factor) * any_value(factor)) as sumsq,
-    max(absmax) / any_value(factor) as absmax,
-    sum(n_nan) as n_nan, sum(n_posinf) as n_posinf, sum(n_neginf) as n_neginf, sum(n_zero) as n_zero,
-    case when count(digest) = count(*) then cast(sum(cast(digest as hugeint)) % 18446744073709551616 as ubigint)
-        end as digest,
-    count(*) as parts, any_value(expected) as expected_parts, max(copies) as copies,
-    max(d_sum) / any_value(factor) as d_sum, max(d_norm) / any_value(factor) as d_norm,
-    max(d_extreme) / any_value(factor) as d_extreme, max(d_counts) as d_counts, bool_or(d_digest) as d_digest,
-    max(d_sum) = 0 and max(d_norm) = 0 and max(d_extreme) = 0 and max(d_counts) = 0 and max(d_zero) = 0
-        and not bool_or(d_digest) as replicas_agree,
-    min(rank) as rank, min(seq) as seq,
-    case when any_value(reason) <> '' then any_value(reason)
-         when any_value(expected) > 0 and count(*) <> any_value(expected)
-            then count(*) || ' of ' || any_value(expected) || ' parts'
-         when sum(unmeasured) > 0 then 'without statistics on ' || cast(sum(unmeasured) as bigint) || ' ranks'
+select {key}, tokens, op, dtype, global_shape, numel, min / factor as min, max / factor as max, sum / factor as sum,
+    sumsq / (factor * factor) as sumsq, absmax / factor as absmax, n_nan, n_posinf, n_neginf, n_zero, bad, digest,
+    parts, expected_parts, copies, d_sum / factor as d_sum, d_norm / factor as d_norm,
+    d_extreme / factor as d_extreme, d_counts, d_digest,
+    dims, case dtype when 'float16' then 5.9604644775390625e-08 / factor else 0 end as quantum,
+    part_high / (factor * factor) as part_high, part_low / (factor * factor) as part_low,
+    d_sum = 0 and d_norm = 0 and d_extreme = 0 and d_counts = 0 and d_zero = 0 and not d_digest as replicas_agree,
+    rank, seq,
+    case when why <> '' then why
+         when expected_parts > 0 and parts <> expected_parts then parts || ' of ' || expected_parts || ' parts'
+         when unmeasured > 0 then 'without statistics on ' || cast(unmeasured as bigint) || ' ranks'
          else '' end as reason
-from replicas group by {key}
+from scaled
+"""
+
+_SKETCHED = """
+select step, phase, kind, name, io, path, rank, sketch, hash({part}, flat) as part,
+    case when microbatch is null then 0 when tokens = 'samples' then (microbatch * {dp_size} + dp) * {mbs}
+         else microbatch * {dp_size} * {mbs} end as samples_from,
+    case kind when 'gradient' then {scale} * coalesce(loss_scale, 1)
+              when 'grad_reduced' then coalesce(loss_scale, 1) else 1 end as factor
+from {rows} join {layouts} using (shard) join {ranks} using (rank) left join (
+    select step as scale_step, max(max) as loss_scale from {rows}
+    where kind = 'loss' and name = 'loss_scale' group by step) on scale_step = step
+where reason = '' and tokens in ('samples', 'fixed')
 """

@@ -40,17 +40,17 @@ class RankFinder:
         finder.ranks(17, replica=False, tolerance=1e-5)
     """
 
-    def __init__(self, golden: Run, run: Run, pairs: Pairs, chosen: Sequence[int]) -> None:
+    def __init__(self, golden: Run | None, run: Run, pairs: Pairs, chosen: Sequence[int]) -> None:
         self._run, self._pairs = run, pairs
-        self._alike = same_layout(golden, run)
+        self._alone = golden is None
         self._rows = _read(run, pairs, chosen)
-        self._golden = _read(golden, pairs, chosen) if self._alike else {}
+        self._golden = _read(golden, pairs, chosen) if golden is not None and same_layout(golden, run) else None
         self._sites: dict[tuple[int, str], dict[str, Any] | None] = {}
 
     def ranks(self, i: int, *, replica: bool, tolerance: float) -> list[int]:
         """Ranks of the run that hold tensor `i`, narrowed to those that are wrong where that can be told."""
         rows = self._of(self._rows, i, self._run)
-        if self._alike:
+        if self._golden is not None:
             before = {(row.rank, row.microbatch): row for row in self._of(self._golden, i, self._run)}
             wrong = {
                 row.rank
@@ -63,6 +63,11 @@ class RankFinder:
         if replica:
             return self._odd_replicas(rows, i, tolerance)
         return sorted({row.rank for row in rows})
+
+    def non_finite(self, i: int) -> list[int]:
+        """Ranks on which tensor `i` holds NaN or infinities."""
+        rows = self._of(self._rows, i, self._run)
+        return sorted({row.rank for row in rows if sum(row.figures[-3:]) > 0})
 
     def site(self, i: int) -> dict[str, Any] | None:
         """Class and call stack of the module of tensor `i`, from any rank that has it; None for a weight."""
@@ -103,10 +108,20 @@ class RankFinder:
         for group in groups.values():
             if max(apart(row.figures, group[0].figures) for row in group) <= tolerance:
                 continue
-            whole = group[0].figures[0] == golden[0]
+            whole = group[0].figures[0] == golden[0] and not self._alone
             wrong = {row.rank for row in group if apart(row.figures, golden) > tolerance} if whole else set()
-            odd |= wrong or {row.rank for row in group}
+            odd |= wrong or _minority(group)
         return sorted(odd or {row.rank for row in rows})
+
+
+def _minority(group: list[_Sighting]) -> set[int]:
+    """Ranks that differ from what most of them hold; all of them where there is no majority."""
+    by_figures: dict[tuple[float, ...], set[int]] = defaultdict(set)
+    for row in group:
+        by_figures[row.figures].add(row.rank)
+    largest = max(by_figures.values(), key=len)
+    everyone = {row.rank for row in group}
+    return everyone - largest if 2 * len(largest) > len(everyone) else everyone
 
 
 def apart(left: Iterable[float], right: Iterable[float]) -> float:
@@ -119,6 +134,7 @@ def apart(left: Iterable[float], right: Iterable[float]) -> float:
     return max(
         abs(math.sqrt(a["sumsq"]) - math.sqrt(b["sumsq"])) / norm,
         abs(a["sum"] - b["sum"]) / (norm * math.sqrt(max(a["numel"], 1))),
+        # As in `tolerance`: a single element may be off by more than an average.
         abs(a["min"] - b["min"]) / (2 * largest),
         abs(a["max"] - b["max"]) / (2 * largest),
     )

@@ -7,6 +7,9 @@ sqrt(numel * sum of squares), extremes against the largest magnitude.
   float32, adds eps32 * sqrt(K).
 - Errors of many operations add like a random walk: sqrt(1 + 2 d) at depth d, counted in layers from the data
   forward to the loss and on backward. A fault is systematic and soon far above that.
+- Extremes are single elements and may be off by all of that. Norms and sums are over all elements, whose errors
+  cancel: a tenth of it, the part that neighbouring elements share, and 4 / sqrt(numel), the part that they do not.
+- float16 has no numbers between 0 and 2**-24: small gradients are off by that quantum, divided by the loss scale.
 - Weights are equal bit for bit at the first step; what differs is the rounding of their statistics.
 - An Adam step moves a weight by lr whatever the size of its gradient, so gradients inside the noise move it at random:
   of relative noise x, a share x of the elements, hence lr * sqrt(x) in root mean square, each step.
@@ -32,6 +35,9 @@ EPS = {
 }
 _LARGEST = 0.25
 _MARGIN = 1.5
+_SHARED = 0.1
+_OWN = 4.0
+_MEASURING = 2 * EPS32  # statistics are summed in float32 inside a piece of a tensor
 _EXACT = 1e-12
 _DATA = ("input_ids", "labels", "position_ids", "loss_mask", "attention_mask")
 
@@ -98,8 +104,30 @@ def depths(pairs: Pairs, layers: int) -> Floats:
     return np.where(on_the_way_back, 2 * (layers + 1) - forward, forward)
 
 
-def tolerances(pairs: Pairs, scene: Scene) -> Floats:
-    """Largest relative error, of norm, sum and half of the extremes, that rounding explains; one a tensor."""
+@dataclass
+class Allowed:
+    """Largest relative errors that rounding explains, one a tensor: of norm and sum, and of the extremes."""
+
+    average: Floats
+    extreme: Floats
+
+    @property
+    def element(self) -> Floats:
+        """Of the norm of the difference, which sketches estimate: single elements in root mean square."""
+        return self.extreme
+
+    def at_least(self, average: Floats, extreme: Floats) -> Allowed:
+        """The larger of these and measured ones."""
+        return Allowed(np.maximum(self.average, average), np.maximum(self.extreme, extreme))
+
+
+def tolerances(pairs: Pairs, scene: Scene) -> Allowed:
+    """What rounding explains, for every pair.
+
+    Example::
+
+        tolerances(pairs, Scene.of(golden, run, pairs)).average
+    """
     kinds = pairs["kind"]
     weight_gradient = np.isin(kinds, ("grad_reduced", "grad_clipped", "optimizer_state", "update"))
     length = np.where(weight_gradient, scene.tokens, scene.reduction)
@@ -107,14 +135,38 @@ def tolerances(pairs: Pairs, scene: Scene) -> Floats:
     parameters = kinds == "parameter"
     own_eps = np.array([max(EPS.get(a, 0.0), EPS.get(b, 0.0)) for a, b in _dtypes(pairs)])
     same_dtype = pairs["dtype_l"] == pairs["dtype_r"]
-    noise[parameters] = np.where(same_dtype, 2 * EPS32, own_eps)[parameters]
-    noise += _drift(pairs, scene, parameters)
+    noise[parameters] = np.where(same_dtype, 0.0, own_eps)[parameters]
+    drift = _drift(pairs, scene, parameters)
     updates = kinds == "update"
     noise[updates] = np.sqrt(np.minimum(noise[updates], 1.0))
-    allowed: Floats = np.minimum(_MARGIN * noise, _LARGEST)
+    numel = np.maximum(np.nan_to_num(pairs["numel_l"].astype(np.float64)), 1.0)
+    share = np.minimum(_SHARED + _OWN / np.sqrt(numel), 1.0)
+    noise += _quantum(pairs, numel)
+    average = np.minimum(_MARGIN * (share * noise + drift + _MEASURING), _LARGEST)
+    extreme = np.minimum(2 * _MARGIN * (noise + drift + _MEASURING), 2 * _LARGEST)
     whole_numbers = np.array([a not in EPS and a is not None for a in pairs["dtype_l"]])
-    allowed[is_data(pairs) & whole_numbers] = _EXACT
-    return allowed
+    exact = is_data(pairs) & whole_numbers
+    average[exact] = extreme[exact] = _EXACT
+    return Allowed(average, extreme)
+
+
+def _quantum(pairs: Pairs, numel: Floats) -> Floats:
+    """Relative noise of tensors whose numbers come near the smallest of their dtype, and of gradients made of them."""
+    with np.errstate(all="ignore"):
+        quantum = np.maximum(np.nan_to_num(pairs["quantum_l"]), np.nan_to_num(pairs["quantum_r"]))
+        own = np.nan_to_num(quantum * np.sqrt(numel) / np.sqrt(pairs["sumsq_l"]), posinf=1.0)
+    if not own.any():
+        return np.zeros(len(pairs))
+    worst: dict[str, float] = {}
+    for i in np.flatnonzero((pairs["kind"] == "gradient") & (own > 0)):
+        # What is lost in a gradient is missing in all gradients that are computed from it: those of its layer.
+        layer = str(pairs["name"][i]).rpartition(".")[0]
+        worst[layer] = max(worst.get(layer, 0.0), float(own[i]))
+    weights = np.isin(pairs["kind"], ("grad_reduced", "grad_clipped", "optimizer_state"))
+    for i in np.flatnonzero(weights):
+        layer = str(pairs["name"][i]).rpartition(".")[0].rpartition(".")[0]
+        own[i] = worst.get(layer, 0.0)
+    return own
 
 
 def _dtypes(pairs: Pairs) -> zip[tuple[str, str]]:

@@ -3,7 +3,19 @@
 They read arguments, call `analyse` and hand its findings to `report`. What they need is imported when they run.
 """
 
-COMMANDS = ("demo", "validate", "patches", "summary", "compare", "report", "diagnose", "import")
+COMMANDS = (
+    "demo",
+    "validate",
+    "patches",
+    "summary",
+    "compare",
+    "report",
+    "export",
+    "diagnose",
+    "env-diff",
+    "import",
+    "bench",
+)
 
 # Commands whose name is not one for a Python file.
 MODULES = {"import": "import_dump"}

@@ -13,14 +13,8 @@ from msprobe_megatron.config.schema import ProbeConfig
 # Key path, or key path=value -> why, and what is accepted. A path alone is refused whenever it asks for
 # something: a section that is there, a list that is not empty, a number above 0, anything but false.
 NOT_YET: dict[str, str] = {
-    "dump.level=L1": "API calls are not recorded yet; accepted: L0",
-    "dump.level=mix": "API calls are not recorded yet; accepted: L0",
     "dump.level=debug": "there is no save() call yet; accepted: L0",
-    "dump.task=tensor": "whole tensors are not written yet; accepted: statistics",
-    "dump.task=structure": "the structure alone is not written yet; accepted: statistics",
-    "dump.task=nonfinite": "nothing is filtered by NaN and Inf yet; accepted: statistics, which counts them",
     "dump.scope": "there are no windows yet; accepted: [], and names in dump.list",
-    "limits.disk": "bytes on disk are not counted yet; accepted: leave the key out",
     "monitor": "the monitor is not there yet; accepted: leave the section out",
     "perturb": "operators are not run again yet; accepted: leave the section out",
     "checks": "ranks are not compared yet; accepted: leave the section out",
@@ -31,7 +25,7 @@ NOT_YET: dict[str, str] = {
 def refuse_unavailable(config: ProbeConfig, context: Context) -> None:
     """Raise ``ConfigError`` for the first thing asked that this release does not do; name the others.
 
-    Example: ``dump: {level: L1}`` is refused with ``dump.level: 'L1' is not available in this release: …``.
+    Example: ``dump: {level: debug}`` is refused with ``dump.level: 'debug' is not available in this release: …``.
     """
     refused = [(entry, path, value) for entry in NOT_YET for path, value in _asked(config, entry)]
     if not refused:

@@ -13,6 +13,7 @@ from msprobe_megatron.config.selection import RankSelection, StepSelection
 
 Level = Literal["L0", "L1", "mix", "debug"]
 Task = Literal["statistics", "tensor", "structure", "nonfinite"]
+Apis = Literal["core", "focus", "all"]
 DataMode = Literal["all", "forward", "backward", "input", "output"]
 Mode = Literal["improve_precision", "add_noise", "bit_noise", "change_value", "no_change", "to_cpu"]
 Handler = Literal["check", "fix"]
@@ -23,6 +24,7 @@ Trigger = Literal["nonfinite", "alert", "signal"]
 
 LEVELS: tuple[str, ...] = get_args(Level)
 TASKS: tuple[str, ...] = get_args(Task)
+APIS: tuple[str, ...] = get_args(Apis)
 DATA_MODES: tuple[str, ...] = get_args(DataMode)
 MODES: tuple[str, ...] = get_args(Mode)
 HANDLERS: tuple[str, ...] = get_args(Handler)
@@ -51,6 +53,7 @@ class DumpConfig:
     stacks: bool = True
     microbatches: StepSelection | None = None
     layers: StepSelection | None = None
+    apis: Apis = "focus"
 
 
 @dataclass(frozen=True)

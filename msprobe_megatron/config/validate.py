@@ -193,6 +193,7 @@ _DUMP: dict[str, Reader] = {
     "task": _choice(schema.TASKS),
     "digest": _digest,
     "sketch": _integer(0, 4096),
+    "apis": _choice(schema.APIS),
     "list": parse_name_list,
     "scope": _two_names,
     "data_mode": _data_mode,

@@ -7,13 +7,14 @@ memory is for one step; it holds no tensor and keeps no storage alive.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from typing import Any
 
 import torch
 
 _PRUNE_FROM = 4096
 
 _Key = tuple[Hashable, ...]
-_Storage = torch.UntypedStorage
+_Storage: Any = torch.UntypedStorage
 
 
 class SeenTensors:
@@ -166,7 +167,7 @@ def key_of(x: torch.Tensor, more: Hashable = None) -> _Key | None:
 
 
 # Bare weak references: an object around each would cost as much as all the rest of `put`.
-def _weak(storage: torch.UntypedStorage) -> int:
+def _weak(storage: Any) -> int:
     return int(storage._weak_ref())
 
 

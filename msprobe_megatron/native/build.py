@@ -48,7 +48,7 @@ def built(level: Level, timeout: float) -> Path:
         path = built(levels()[0], timeout=60.0)
     """
     deadline = time.monotonic() + timeout
-    compiler = next((path for name in _compilers() if (path := shutil.which(name))), None)
+    compiler = next((found for name in _compilers() if (found := shutil.which(name))), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler among {', '.join(_compilers())}")
     folder = _private(cache_directory())

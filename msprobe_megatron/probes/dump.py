@@ -18,6 +18,7 @@ from msprobe_megatron.measure.measurer import Measurer
 from msprobe_megatron.measure.once import SeenTensors, key_of
 from msprobe_megatron.record.schema import Row
 from msprobe_megatron.record.slots import SlotTable
+from msprobe_megatron.record.tensors import TensorPacks
 from msprobe_megatron.record.writer import StepBatch
 from msprobe_megatron.topology.coordinates import Coordinates
 from msprobe_megatron.topology.index_map import Numbering, index_map
@@ -41,7 +42,12 @@ class DumpProbe:
     """
 
     def __init__(
-        self, config: DumpConfig, clock: Clock, slots: SlotTable, where: Coordinates | None = None
+        self,
+        config: DumpConfig,
+        clock: Clock,
+        slots: SlotTable,
+        where: Coordinates | None = None,
+        packs: TensorPacks | None = None,
     ) -> None:
         self._config, self._clock, self._slots, self._where = config, clock, slots, where or Coordinates()
         self._matchers = {text: _matcher(text) for text in config.list}
@@ -51,6 +57,9 @@ class DumpProbe:
         self._numberings: dict[int, tuple[Numbering | None, str | None, Layout]] = {}
         self._hash = HASHES.get(config.digest) if isinstance(config.digest, str) else None
         self._hashes: dict[int, str] = {}
+        self._measures = config.task != "structure"
+        self._packs = packs if config.task == "tensor" else None
+        self._saved: dict[int | None, str] = {}
         self._rows: list[Row] = []
         self._dtypes: dict[torch.dtype, str] = {}
         self.matched: set[str] = set()
@@ -86,12 +95,14 @@ class DumpProbe:
             return
         layout = place.layouts.get(tensor.shape) or place.layout(tensor.shape)
         numbering, extra = self._numbers(layout) if self._numbered else (None, None)
-        key = key_of(tensor, numbering and id(numbering))
-        slot = self._seen.get(key)
-        if slot is None:
-            slot = self._measured(tensor, key, numbering)
-        if self._hash is not None:
-            extra = self._hashed(tensor, slot)
+        slot: int | None = -1
+        if self._measures:
+            key = key_of(tensor, numbering and id(numbering))
+            slot = self._seen.get(key)
+            if slot is None:
+                slot = self._measured(tensor, key, numbering)
+            if self._hash is not None:
+                extra = self._hashed(tensor, slot)
         clock = self._clock
         seq = clock.seq
         clock.seq = seq + 1
@@ -119,7 +130,7 @@ class DumpProbe:
                     extra,
                     None,
                     None,
-                    None,
+                    self._saved.get(slot),
                 ),
             )
         )
@@ -145,6 +156,8 @@ class DumpProbe:
         slot = self._slots.take()
         if slot >= 0 and self._measure(tensor, slot, numbering):
             self._seen.put(key, tensor, slot)
+            if self._packs is not None:
+                self._saved[slot] = self._packs.add(self._clock.step, tensor)
             return slot
         self.unmeasured += 1
         return -1
@@ -173,7 +186,11 @@ class DumpProbe:
         self.fired.update(map(_kind_of, rows))
         self._seen.forget_all()
         self._hashes.clear()
-        return StepBatch(self._clock.step, rows, self._slots.seal(), sites, complete)
+        self._saved.clear()
+        if self._packs is not None:
+            self._packs.finish()
+        only = self._config.task == "nonfinite"
+        return StepBatch(self._clock.step, rows, self._slots.seal(), sites, complete, only)
 
 
 def _matcher(text: str) -> Callable[[str], bool]:

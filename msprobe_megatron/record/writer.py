@@ -18,9 +18,12 @@ from typing import Any
 
 from msprobe_megatron.record.directory import RunDirectory, put
 from msprobe_megatron.record.json_text import json_text
+from msprobe_megatron.record.nonfinite import origin
 from msprobe_megatron.record.schema import IDENTITY_COLUMNS, Row
 from msprobe_megatron.record.slots import SealedSlots
 from msprobe_megatron.record.table import build_table
+from msprobe_megatron.record.tensors import TensorPack
+from msprobe_megatron.record.tensors_layout import file_name
 
 ROW_BYTES = 512
 """Memory of a waiting row: the tuple, its numbers and its shape; names are shared between rows."""
@@ -36,6 +39,7 @@ class StepBatch:
     slots: SealedSlots
     sites: dict[str, Any]
     complete: bool
+    only_nonfinite: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -53,6 +57,8 @@ class WriterCounts:
     steps_dropped: int = 0
     rows_dropped: int = 0
     bytes_dropped: int = 0
+    tensors_written: int = 0
+    tensors_dropped: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Return the counts for the ledger.
@@ -89,6 +95,8 @@ class Writer:
         *,
         policy: str = "block",
         block_seconds: float = 600.0,
+        disk_bytes: int | None = None,
+        on_limit: Callable[[str], None] = lambda text: None,
     ) -> None:
         absent = [name for name in IDENTITY_COLUMNS if name not in identity]
         if absent:
@@ -98,7 +106,8 @@ class Writer:
         self._directory, self._on_fault = directory, on_fault
         self._identity = {name: identity[name] for name in IDENTITY_COLUMNS}
         self._limit, self._policy, self._patience = queue_bytes, policy, block_seconds
-        self._queue: deque[tuple[StepBatch, int]] = deque()  # with the size it was let in for
+        self._disk, self._on_limit, self._disk_full, self._step_bytes = disk_bytes, on_limit, False, 0
+        self._queue: deque[tuple[StepBatch | TensorPack, int]] = deque()  # with the size it was let in for
         self._held_bytes = 0  # queued and in work
         self._changed = threading.Condition()
         self._closing = self._faulted = False
@@ -109,8 +118,8 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="msprobe-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, batch: StepBatch) -> bool:
-        """Hand over a step; False when it was dropped.
+    def submit(self, batch: StepBatch | TensorPack) -> bool:
+        """Hand over a step or a pack of tensors; False when it was dropped.
 
         Example::
 
@@ -169,10 +178,25 @@ class Writer:
             self._changed.wait(left)
         return False
 
-    def _drop(self, batch: StepBatch) -> None:
-        self.counts.steps_dropped += 1
-        self.counts.rows_dropped += len(batch.rows)
+    def _drop(self, batch: StepBatch | TensorPack) -> None:
+        if isinstance(batch, TensorPack):
+            self.counts.tensors_dropped += len(batch.copies)
+        else:
+            self.counts.steps_dropped += 1
+            self.counts.rows_dropped += len(batch.rows)
         self.counts.bytes_dropped += batch.nbytes
+
+    def _over_limit(self, batch: StepBatch | TensorPack) -> bool:
+        """Whether the disk limit leaves no room; the files of a step are taken to be as large as those of the last."""
+        if self._disk is None:
+            return False
+        coming = batch.nbytes if isinstance(batch, TensorPack) else self._step_bytes
+        over = self.counts.bytes_written + coming >= self._disk
+        if over and not self._disk_full:
+            self._disk_full = True
+            with contextlib.suppress(Exception):
+                self._on_limit(f"limits.disk: {self._disk} bytes are used up; what comes now is dropped and counted")
+        return over
 
     def _run(self) -> None:
         while True:
@@ -182,7 +206,8 @@ class Writer:
                     return
                 batch, size = self._queue.popleft()
             written, error = 0, None
-            if not self._faulted:
+            dropped = self._over_limit(batch)
+            if not self._faulted and not dropped:
                 try:
                     written = self._write(batch)
                 except BaseException as caught:
@@ -192,20 +217,30 @@ class Writer:
                 with contextlib.suppress(Exception):  # the messenger's own fault must not end this thread
                     self._on_fault(error)
             with self._changed:
-                if self._faulted:
+                if self._faulted or dropped:
                     self._drop(batch)
                 else:
-                    self.counts.steps_written += 1
-                    self.counts.rows_written += len(batch.rows)
-                    self.counts.bytes_written += written
+                    self._count(batch, written)
                 self._held_bytes -= size
                 self._changed.notify_all()
             del batch
 
-    def _write(self, batch: StepBatch) -> int:
+    def _count(self, batch: StepBatch | TensorPack, written: int) -> None:
+        if isinstance(batch, TensorPack):
+            self.counts.tensors_written += len(batch.copies)
+        else:
+            self.counts.steps_written += 1
+            self.counts.rows_written += len(batch.rows)
+            self._step_bytes = written
+        self.counts.bytes_written += written
+
+    def _write(self, batch: StepBatch | TensorPack) -> int:
         folder = f"step_{batch.step:06d}/rank_{self._identity['rank']:05d}"
+        if isinstance(batch, TensorPack):
+            return self._directory.write_file(f"{folder}/{file_name(batch.number)}", batch.fill)
         floats, counts = batch.slots.wait()
-        table = build_table(batch.step, batch.rows, floats, counts, self._identity, batch.slots.numbered())
+        rows = origin(batch.rows, counts) if batch.only_nonfinite else batch.rows
+        table = build_table(batch.step, rows, floats, counts, self._identity, batch.slots.numbered())
         table = table.replace_schema_metadata(
             {**table.schema.metadata, b"complete": b"true" if batch.complete else b"false"}
         )

@@ -12,7 +12,8 @@ from msprobe_megatron.report.terminal import console, span
 
 _STYLES = {"agree": "bold green", "diverged": "bold red", "incomparable": "bold yellow"}
 _STACK = 4
-_NAME = 58
+_NAME = 62
+_LINE = 90
 
 
 def print_comparison(result: Comparison, out: Console | None = None) -> None:
@@ -25,6 +26,11 @@ def print_comparison(result: Comparison, out: Console | None = None) -> None:
         words = {"only_left": "only in golden", "only_right": "only in run", "layout": "not comparable"}
         parts = [f"{n} {words.get(state, state)}" for state, n in result.counts.items() if n or state == "agree"]
         out.print(f"steps {span(result.steps)}: {', '.join(parts)}")
+    if result.verdict == "agree" and result.nearest is not None:
+        near = result.nearest
+        out.print(
+            f"largest error: {near['share']:.0%} of what rounding explains, {escape(near['name'])} {near['kind']}"
+        )
     for reason, count in sorted(result.layout.items(), key=lambda item: -item[1])[:5]:
         out.print(escape(f"  not comparable: {count}: {reason}"))
     if result.first_divergence is not None:
@@ -43,11 +49,28 @@ def _first(out: Console, first: Difference) -> None:
     layer = "" if first.layer is None else f", layer {first.layer}"
     microbatch = "" if first.microbatch is None else f", microbatch {first.microbatch}"
     op = f" ({first.site['class']})" if first.site else ""
-    out.print(f"[bold]first divergence: {escape(_label(first))}[/bold]{escape(op)}")
+    out.print(f"[bold]first divergence: {escape(_label(first))}[/bold]")
+    if first.module != first.name:
+        out.print(f"  look at [bold]{escape(first.module)}[/bold]")
+    elif op:
+        out.print(f" {escape(op)}")
     out.print(f"  step {first.step}{microbatch}, {first.phase}{layer}, ranks {span(first.ranks)}")
     out.print(f"  {escape(first.what)}; error {_figure(first.error)}, rounding explains {_figure(first.tolerance)}")
-    for line in first.site["stack"][:_STACK] if first.site else ():
-        out.print(Text(f"    {line}", style="dim", overflow="ellipsis", no_wrap=True))
+    for line in stack_lines(first.site["stack"]) if first.site else ():
+        out.print(Text(line, style="dim"))
+
+
+def stack_lines(stack: list[str]) -> list[str]:
+    """The innermost frames of a stack, without the kit's own and short enough for a line.
+
+    Example::
+
+        >>> stack_lines(["/x/lib/python3.11/site-packages/megatron/core/mlp.py:7 forward"])
+        ['    megatron/core/mlp.py:7 forward']
+    """
+    theirs = [line for line in stack if "/msprobe_megatron/backends/" not in line and "/patching.py:" not in line]
+    short = [line.rpartition("site-packages/")[2] for line in theirs[:_STACK]]
+    return [f"    {line}" if len(line) <= _LINE else f"    …{line[-_LINE:]}" for line in short]
 
 
 def _label(item: Difference) -> str:
@@ -58,13 +81,13 @@ def _label(item: Difference) -> str:
 
 def _suspects(suspects: list[Difference]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("then", no_wrap=True, max_width=_NAME, overflow="ellipsis")
+    table.add_column("then", no_wrap=True)
     for name in ("step", "mb", "ranks", "error", "allowed"):
         table.add_column(name, justify="right", no_wrap=True)
     for item in suspects:
         style = "" if item.state == "diverged" else "dim"
         table.add_row(
-            Text(_label(item), style=style),
+            Text(_tail(_label(item)), style=style),
             str(item.step),
             "" if item.microbatch is None else str(item.microbatch),
             _few(span(item.ranks)),
@@ -72,6 +95,11 @@ def _suspects(suspects: list[Difference]) -> Table:
             _figure(item.tolerance),
         )
     return table
+
+
+def _tail(text: str) -> str:
+    """Names of a model differ at their ends."""
+    return text if len(text) <= _NAME else f"…{text[-_NAME + 1 :]}"
 
 
 def _few(text: str) -> str:

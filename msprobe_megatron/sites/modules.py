@@ -8,15 +8,15 @@ being recorded.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from msprobe_megatron.clock import Clock, Moment
+from msprobe_megatron.sites.arguments import Found, find_tensors, named_arguments, own_work
+from msprobe_megatron.sites.stacks import call_stack
 from msprobe_megatron.topology import names
 from msprobe_megatron.topology.activations import ChunkLayout, activation_spec, at_stage_boundary
 from msprobe_megatron.topology.coordinates import Coordinates
@@ -25,9 +25,6 @@ from msprobe_megatron.topology.shards import ShardSpec
 
 # They return what they are given; a row of theirs would only repeat their neighbour's.
 _NO_OPERATION = ("IdentityOp", "IdentityFuncOp", "Identity")
-_STACK_DEPTH = 24
-_NESTING = 4
-_NO_TENSORS = frozenset({type(None), str, int, float, bool, nn.Parameter, torch.dtype, torch.device, torch.Size})
 
 Fault = Callable[[BaseException, str], None]
 
@@ -113,6 +110,14 @@ class ModuleSite:
             self._handles.append(module.register_forward_pre_hook(self._before(watched), with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after(watched), with_kwargs=True))
 
+    def pause(self) -> None:
+        """Leave the hooks in place and ignore what they see."""
+        self._active = False
+
+    def resume(self) -> None:
+        """See again."""
+        self._active = True
+
     def remove(self) -> None:
         """Take all hooks away; gradients that still arrive are ignored."""
         self._active = False
@@ -147,9 +152,10 @@ class ModuleSite:
                 calls[now] = call + 1
                 watched.current = (now[0], now[1], call)
                 if self._stacks and watched.site not in self.stacks:
-                    self.stacks[watched.site] = _stack()
+                    self.stacks[watched.site] = call_stack()
                 if inputs:
-                    self._see(watched, "input", _arguments(watched.parameters, args, kwargs))
+                    with own_work():
+                        self._see(watched, "input", named_arguments(watched.parameters, args, kwargs))
             except Exception as error:
                 self._fault(error, f"input of {watched.entry.name}")
 
@@ -161,15 +167,16 @@ class ModuleSite:
             if not self._active:
                 return
             try:
-                found: list[tuple[str, torch.Tensor]] = []
-                _find(output, "", 0, found)
-                self._see(watched, "output", found)
+                found: Found = []
+                with own_work():
+                    find_tensors(output, "", found)
+                    self._see(watched, "output", found)
             except Exception as error:
                 self._fault(error, f"output of {watched.entry.name}")
 
         return hook
 
-    def _see(self, watched: _Watched, io: str, found: list[tuple[str, torch.Tensor]]) -> None:
+    def _see(self, watched: _Watched, io: str, found: Found) -> None:
         phase, moment, call = watched.current
         forward, backward = (
             (self._forward_in, self._backward_in) if io == "input" else (self._forward_out, self._backward_out)
@@ -199,7 +206,8 @@ class ModuleSite:
                 return
             try:
                 self._clock.backward_moment = moment
-                self._sink.see(place, gradient, moment.microbatch, "backward")
+                with own_work():
+                    self._sink.see(place, gradient, moment.microbatch, "backward")
             except Exception as error:
                 self._fault(error, f"gradient of {place.io} of {place.name}")
 
@@ -212,10 +220,13 @@ class ModuleSite:
         def spec(shape: tuple[int, ...]) -> ShardSpec:
             return activation_spec(entry, io, plain_path, len(shape), layout)
 
+        def spec_of_gradient(shape: tuple[int, ...]) -> ShardSpec:
+            return activation_spec(entry, io, plain_path, len(shape), layout, gradient=True)
+
         op = type(entry.module).__name__
         activation, gradient = (
-            Place(kind, entry.name, io, path, op, watched.chunk, watched.site, spec, self._where.size)
-            for kind in ("activation", "gradient")
+            Place(kind, entry.name, io, path, op, watched.chunk, watched.site, spec_of, self._where.size)
+            for kind, spec_of in (("activation", spec), ("gradient", spec_of_gradient))
         )
         absent = at_stage_boundary(entry, io, plain_path, layout)
         found = watched.places[io, path] = _Places(activation, gradient, absent)
@@ -230,49 +241,3 @@ def _parameter_names(module: nn.Module) -> tuple[str, ...]:
         return ()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in parameters if p.kind in kinds)
-
-
-def _arguments(
-    parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[str, torch.Tensor]]:
-    found: list[tuple[str, torch.Tensor]] = []
-    for index, value in enumerate(args):
-        if value is not None:
-            _find(value, parameters[index] if index < len(parameters) else str(index), 0, found)
-    for name, value in kwargs.items():
-        if value is not None:
-            _find(value, name, 0, found)
-    return found
-
-
-def _find(value: Any, path: str, depth: int, found: list[tuple[str, torch.Tensor]]) -> None:
-    """Tensors inside nested containers with their paths. Parameters are left out: they have rows of their own."""
-    kind = type(value)
-    if kind is torch.Tensor:
-        found.append((path, value))
-    elif kind in _NO_TENSORS or depth == _NESTING:
-        return
-    elif isinstance(value, torch.Tensor):
-        if not isinstance(value, nn.Parameter):
-            found.append((path, value))
-    elif isinstance(value, tuple | list):
-        for index, item in enumerate(value):
-            _find(item, f"{path}.{index}" if path else str(index), depth + 1, found)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _find(item, f"{path}.{key}" if path else str(key), depth + 1, found)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for item in fields(value):
-            _find(getattr(value, item.name), f"{path}.{item.name}" if path else item.name, depth + 1, found)
-
-
-def _stack() -> list[str]:
-    """Call stack of the training code, innermost first, without frames of torch's module call and of this kit."""
-    frame = sys._getframe(2)
-    lines: list[str] = []
-    while frame is not None and len(lines) < _STACK_DEPTH:
-        code = frame.f_code
-        if "/torch/nn/modules/" not in code.co_filename.replace("\\", "/"):
-            lines.append(f"{code.co_filename}:{frame.f_lineno} {code.co_name}")
-        frame = frame.f_back  # type: ignore[assignment]
-    return lines

@@ -16,6 +16,7 @@ from torch import nn
 
 from msprobe_megatron.topology import names
 from msprobe_megatron.topology.coordinates import Coordinates
+from msprobe_megatron.topology.dtensors import local_part
 from msprobe_megatron.topology.grad_buffers import reduced_range
 from msprobe_megatron.topology.parameters import parameter_spec
 from msprobe_megatron.topology.places import Place
@@ -60,10 +61,11 @@ class OptimizerSite:
     def collect(self) -> None:
         """Tell the sink of every parameter and gradient."""
         for chunk, entry, weight, gradient in self._parameters:
-            self._sink.see(weight, entry.parameter, None, "optimizer")
+            self._sink.see(weight, local_part(entry.parameter), None, "optimizer")
             value = _gradient(entry.parameter)
             if value is None:
                 continue
+            value = local_part(value)
             part = reduced_range(chunk, entry.parameter)
             if part is not None:
                 value = value.reshape(-1)[part[0] : part[1]]
@@ -78,7 +80,7 @@ class OptimizerSite:
         self, kind: str, entry: names.NamedParameter, chunk: int, spec: Callable[[tuple[int, ...]], ShardSpec]
     ) -> Place:
         op = type(entry.owner.module).__name__
-        shape = tuple(entry.parameter.shape)
+        shape = tuple(local_part(entry.parameter).shape)
         return Place(kind, entry.name, "weight", "", op, chunk, -1, spec, self._where.size, local_shape=shape)
 
 

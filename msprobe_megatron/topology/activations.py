@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from msprobe_megatron.topology import legacy_modules
 from msprobe_megatron.topology.blind_spots import context_parallel_order
 from msprobe_megatron.topology.host import megatron_arguments
 from msprobe_megatron.topology.names import NamedModule, unwrap
@@ -70,6 +71,7 @@ _BY_CLASS: dict[str, dict[str, dict[str, str]]] = {
         },
         "output": {"0": "x/ep h"},
     },
+    **legacy_modules.BY_CLASS,
 }
 
 # (class of the parent, attribute) -> io -> dimensions of every tensor: modules of torch, whose class says nothing.
@@ -84,7 +86,9 @@ _BY_PLACE: dict[tuple[str, str], dict[str, str]] = {
     ("Attention", "q_layernorm"): {"input": "s b n/tp d", "output": "s b n/tp d"},
     ("Attention", "k_layernorm"): {"input": "s b n/tp d", "output": "s b n/tp d"},
     ("DotProductAttention", "attention_dropout"): {"input": "b n/tp s k", "output": "b n/tp s k"},
+    **legacy_modules.BY_PLACE,
 }
+_CONTAINERS = frozenset({"TransformerBlock", *legacy_modules.CONTAINERS})
 
 
 @dataclass(frozen=True)
@@ -115,16 +119,17 @@ def at_stage_boundary(entry: NamedModule, io: str, path: str, layout: ChunkLayou
     The model and its block end at the last layer of the stage; that layer's own row holds the tensor already,
     and a run with PP=1 has no such tensor under the container's name.
     """
-    kinds = _kinds(entry.module)
-    if entry.parent is not None and "TransformerBlock" not in kinds:
+    if entry.parent is not None and not _CONTAINERS.intersection(_kinds(entry.module)):
         return False
     if io == "output":
         return not layout.post_process
     return path == "hidden_states" and not layout.pre_process
 
 
-def activation_spec(entry: NamedModule, io: str, path: str, ndim: int, layout: ChunkLayout) -> ShardSpec:
-    """Spec of one input or output tensor of a module.
+def activation_spec(
+    entry: NamedModule, io: str, path: str, ndim: int, layout: ChunkLayout, *, gradient: bool = False
+) -> ShardSpec:
+    """Spec of one input or output tensor of a module, or of its gradient.
 
     Example: the output of ``linear_qkv`` gives ``s[cp:zigzag] b[dp:samples] h[tp]``.
     """
@@ -134,7 +139,8 @@ def activation_spec(entry: NamedModule, io: str, path: str, ndim: int, layout: C
     for text in texts.split(" | "):
         words = text.split()
         if len(words) == ndim:
-            return ShardSpec(tuple(_dim(word, layout) for word in words))
+            partial = ("etp",) if _not_yet_reduced(entry, io, path, gradient) else ()
+            return ShardSpec(tuple(_dim(word, layout) for word in words), partial=partial)
     return ShardSpec.unmergeable(f"{ndim} dimensions where '{texts}' was expected")
 
 
@@ -184,11 +190,26 @@ def _linear(entry: NamedModule, io: str, path: str) -> str | None:
 
 def _gated(entry: NamedModule) -> bool:
     config = getattr(entry.parent, "config", None)
-    return entry.attribute == "linear_fc1" and bool(getattr(config, "gated_linear_unit", False))
+    return entry.attribute in ("linear_fc1", legacy_modules.GATED) and bool(getattr(config, "gated_linear_unit", False))
 
 
 def _inside_experts(entry: NamedModule) -> bool:
     return ".local_experts." in entry.name
+
+
+def _not_yet_reduced(entry: NamedModule, io: str, path: str, gradient: bool) -> bool:
+    """Whether ranks of one expert hold summands: its layers leave the reduction to the token dispatcher.
+
+    What comes out of fc2, and on the way back what comes out of fc1, is summed up outside the experts.
+    """
+    kinds = _kinds(entry.module)
+    if not _inside_experts(entry) and "SequentialMLP" not in kinds:
+        return False
+    if path == "tokens_per_expert":
+        return False
+    if gradient:
+        return io == "input" and entry.attribute != "linear_fc2"
+    return io == "output" and entry.attribute != "linear_fc1"
 
 
 def _expert(io: str, path: str) -> str | None:

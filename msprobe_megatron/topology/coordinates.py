@@ -97,6 +97,25 @@ def current() -> Coordinates:
     return Coordinates(rank=rank, world=world, **values)
 
 
+def from_groups(groups: Any) -> Coordinates:
+    """Coordinates of this process in process groups that are handed over, by axis; other axes are not used.
+
+    Example::
+
+        from_groups({"tp": tensor_group, "dp": data_group})
+    """
+    from torch import distributed
+
+    values: dict[str, int] = {}
+    for axis in AXES:
+        group = groups.get(axis) if isinstance(groups, dict) else getattr(groups, axis, None)
+        if group is not None:
+            values[axis] = int(distributed.get_rank(group))
+            values[f"{axis}_size"] = int(distributed.get_world_size(group))
+    rank, world = _global_rank()
+    return Coordinates(rank=rank, world=world, **values)
+
+
 def environment_rank() -> int:
     """Global rank before any process group exists, as torchrun and its kin tell it."""
     return int(os.environ.get("RANK", "0") or 0)

@@ -42,7 +42,7 @@ class NamedParameter:
     @property
     def replica_of_first_stage(self) -> bool:
         """Whether this is the last stage's copy of the tied embedding."""
-        return self.name == _TIED and not self.owner.name.startswith("embedding")
+        return self.name.endswith(_TIED) and not self.name.startswith(f"{self.owner.name}.")
 
 
 def unwrap(chunk: nn.Module) -> nn.Module:
@@ -140,4 +140,7 @@ def parameters(chunk: nn.Module) -> Iterator[NamedParameter]:
             name = f"{prefix}{attribute}"
             if name == "output_layer.weight" and getattr(root, "share_embeddings_and_output_weights", False):
                 name = _TIED
+            elif name == "word_embeddings.weight" and hasattr(root, "language_model"):
+                # The legacy model keeps the last stage's copy beside the language model.
+                name = f"language_model.{_TIED}"
             yield NamedParameter(name, parameter, entry)

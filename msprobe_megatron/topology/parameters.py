@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msprobe_megatron.topology import legacy_modules
+from msprobe_megatron.topology.dtensors import distributed_spec
 from msprobe_megatron.topology.names import NamedParameter
 from msprobe_megatron.topology.shards import Cut, Dim, ShardSpec
 
@@ -24,6 +26,9 @@ def parameter_spec(entry: NamedParameter) -> ShardSpec:
     kinds = {cls.__name__ for cls in type(module).__mro__}
     if kinds & set(_GROUPED):
         return ShardSpec.unmergeable("experts grouped in one tensor")
+    distributed = distributed_spec(parameter)
+    if distributed is not None:
+        return distributed
     names = [f"d{index}" for index in range(parameter.dim())]
     cut_dim = _partition_dim(entry)
     if cut_dim is None:
@@ -46,4 +51,6 @@ def _is_gated(entry: NamedParameter) -> bool:
     """Gate and up halves share one weight; Megatron's `partition_stride` does not say so in every release."""
     mlp = entry.owner.parent
     config = getattr(mlp, "config", None)
-    return entry.owner.attribute == "linear_fc1" and bool(getattr(config, "gated_linear_unit", False))
+    return entry.owner.attribute in ("linear_fc1", legacy_modules.GATED) and bool(
+        getattr(config, "gated_linear_unit", False)
+    )

@@ -7,6 +7,7 @@ and optimizer exist (modules and weights are changed). Both run on every rank.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,9 +84,8 @@ def _no_reduction(chunks: Chunks) -> None:
 
 
 def _norms_not_reduced() -> None:
-    from megatron.core.distributed import finalize_model_grads as module
-
-    module = __import__("sys").modules["megatron.core.distributed.finalize_model_grads"]
+    # The package has a function of the module's name, so that an import statement would find the function.
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     module._allreduce_non_tensor_model_parallel_grads = _nothing
 
 
@@ -189,6 +189,31 @@ def _flipped_bit(chunks: Chunks) -> None:
         value.data.view(torch.int32)[3, 5] ^= 1 << 21
 
 
+def _flipped_last_bit(chunks: Chunks) -> None:
+    value = weight(chunks, "decoder.layers.2.self_attention.linear_proj.weight")
+    if _rank("tp") == 1:
+        value.data.view(torch.int32)[3, 5] ^= 1
+
+
+def _rows_swapped(chunks: Chunks) -> None:
+    """Two positions of one sample change places inside a module: every statistic stays what it was."""
+
+    def forward(original: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        return torch.cat([output[1:2], output[:1], output[2:]])
+
+    module = named(chunks, "decoder.layers.1.input_layernorm")
+    if module is not None:
+        around(module, forward)
+
+
+def _other_data() -> None:
+    from msprobe_megatron.demo import data
+
+    original = data.sample
+    data.sample = lambda seed, index, length, vocabulary: original(seed, index + 100, length, vocabulary)
+
+
 def _nan_in_weight(chunks: Chunks) -> None:
     value = weight(chunks, "decoder.layers.2.mlp.linear_fc2.weight")
     if value is not None and _rank("tp") == 1:
@@ -196,8 +221,64 @@ def _nan_in_weight(chunks: Chunks) -> None:
 
 
 def _nan_in_data() -> None:
-    """Positions are learned vectors of the batch's positions; the mask is the only floating input: none. So: embedding."""
-    raise NotImplementedError
+    """The second microbatch comes with a mask of losses that holds a NaN."""
+    from msprobe_megatron.demo import train as demo
+
+    calls = []
+
+    def forward_step(reader: Any, model: torch.nn.Module) -> Any:
+        calls.append(None)
+        batch = next(reader)
+        mask = torch.ones(batch["tokens"].shape)
+        if len(calls) == 2:
+            mask[0, 0] = float("nan")
+        places = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
+        output = model(*places, labels=batch["labels"], loss_mask=mask)
+        return output, lambda losses: demo.token_loss(losses * mask)
+
+    demo.forward_step = forward_step
+
+
+def _nan_in_reduction(chunks: Chunks) -> None:
+    """Rank 1 gets a NaN out of one all-reduce."""
+    from megatron.core.tensor_parallel import layers
+
+    def damaged(reduce: Any) -> Any:
+        def region(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            reduced = reduce(tensor, *args, **kwargs).clone()
+            if _rank("tp") == 1:
+                reduced.view(-1)[7] = float("nan")
+            return reduced
+
+        return region
+
+    def forward(original: Any, *args: Any, **kwargs: Any) -> Any:
+        reduce = layers.reduce_from_tensor_model_parallel_region
+        layers.reduce_from_tensor_model_parallel_region = damaged(reduce)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            layers.reduce_from_tensor_model_parallel_region = reduce
+
+    around(named(chunks, "decoder.layers.1.self_attention.linear_proj"), forward)
+
+
+def _nan_on_the_way() -> None:
+    """The first tensor that a stage receives from the one before is damaged."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    original, calls = P2PCommunicator.recv_forward, []
+
+    def recv_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        received = original(self, *args, **kwargs)
+        for tensor in received if isinstance(received, list) else [received]:
+            if tensor is not None:
+                calls.append(None)
+                if len(calls) == 1:
+                    tensor.data.view(-1)[5] = float("nan")
+        return received
+
+    P2PCommunicator.recv_forward = recv_forward
 
 
 def _nan_in_operator(chunks: Chunks) -> None:
@@ -230,6 +311,12 @@ FAULTS = {
     "layer_offset": Fault(before=_layer_offset),
     "no_max_over_ranks": Fault(before=_no_max_over_ranks),
     "flipped_bit": Fault(ready=_flipped_bit),
+    "flipped_last_bit": Fault(ready=_flipped_last_bit),
+    "rows_swapped": Fault(ready=_rows_swapped),
+    "other_data": Fault(before=_other_data),
+    "nan_in_data": Fault(before=_nan_in_data),
+    "nan_in_reduction": Fault(ready=_nan_in_reduction),
+    "nan_on_the_way": Fault(before=_nan_on_the_way),
     "nan_in_weight": Fault(ready=_nan_in_weight),
     "nan_in_operator": Fault(ready=_nan_in_operator),
 }

@@ -5,16 +5,8 @@ import pytest
 from msprobe_megatron.config import NOT_YET
 
 ASKING = {
-    "dump.level=L1": "dump: {level: L1}",
-    "dump.level=mix": "dump: {level: mix}",
     "dump.level=debug": "dump: {level: debug}",
-    "dump.task=tensor": "dump: {task: tensor}",
-    "dump.task=structure": "dump: {task: structure}",
-    "dump.task=nonfinite": "dump: {task: nonfinite}",
-    "dump.digest": "dump: {digest: md5}",
-    "dump.sketch": "dump: {sketch: 8}",
     "dump.scope": "dump: {scope: [a, b]}",
-    "limits.disk": "dump: {}\nlimits: {disk: 1GiB}",
     "monitor": "monitor: {}",
     "perturb": "perturb: {}",
     "checks": "checks: {}",
@@ -36,13 +28,13 @@ def test_each_entry_is_refused_by_name_and_valid_otherwise(entry, probe, refused
 
 
 def test_value_is_named(refused):
-    assert "dump.digest: true is not available" in refused("dump: {digest: true}", allow_unavailable=False)
+    assert "dump.level: 'debug' is not available" in refused("dump: {level: debug}", allow_unavailable=False)
     assert "dump.scope: ['a', 'b'] is not" in refused("dump: {scope: [a, b]}", allow_unavailable=False)
 
 
 def test_all_that_is_refused_is_named(refused):
-    message = refused("dump: {level: L1, sketch: 3}\nmonitor: {}", allow_unavailable=False)
-    assert "dump.level: 'L1' is not available in this release (also: dump.sketch, monitor): " in message
+    message = refused("dump: {level: debug, scope: [a, b]}\nmonitor: {}", allow_unavailable=False)
+    assert "dump.level: 'debug' is not available in this release (also: dump.scope, monitor): " in message
 
 
 def test_wrong_comes_before_unavailable(refused):
@@ -52,8 +44,8 @@ def test_wrong_comes_before_unavailable(refused):
 
 def test_what_the_release_does(probe):
     config = probe(
-        "dump: {level: L0, task: statistics, digest: false, sketch: 0, scope: [], list: [mlp], layers: [0],"
-        " data_mode: [forward], stacks: false, microbatches: [0]}\nlimits: {host_memory: 1GiB}",
+        "dump: {level: mix, task: statistics, digest: true, sketch: 8, apis: core, scope: [], list: [mlp], layers: [0],"
+        " data_mode: [forward], stacks: false, microbatches: [0]}\nlimits: {host_memory: 1GiB, disk: 1GiB}",
         allow_unavailable=False,
     )
     assert config.dump is not None

@@ -52,6 +52,10 @@ class Host:
         text = (self.checkout / "megatron/core/package_info.py").read_text()
         return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
 
+    def plain_checkpoints(self) -> tuple[str, ...]:
+        """Flags for a checkpoint of one file a rank; releases before 0.9 write no other."""
+        return ("--ckpt-format", "torch") if int(self.version().split(".")[1]) >= 9 else ()
+
     def train(
         self,
         world: int = 1,

@@ -70,17 +70,20 @@ def test_the_loss_that_was_recorded_is_the_loss_that_was_printed(runs):
     }
     # [sum over tokens, number of tokens] in newer releases, a mean over the microbatch in older ones.
     mean = parts["0"] / parts["1"] if parts["1"] else parts[""] / 4
-    assert f"{mean:.6E}" == probed.iterations[3][0]
+    # Megatron adds in float32.
+    assert mean == pytest.approx(float(probed.iterations[3][0]), rel=1e-6)
 
 
 def test_a_resumed_job_goes_on_with_megatrons_own_numbers(megatron_lm, tmp_path):
     probe = tmp_path / "probe.yaml"
     probe.write_text("steps: [1, 2, 3]\ndump: {level: L0, task: statistics, list: [output_layer]}\n")
-    keep = ("--save", str(tmp_path / "checkpoint"), "--save-interval", "2", "--ckpt-format", "torch")
+    keep = ("--save", str(tmp_path / "checkpoint"), "--save-interval", "2", *megatron_lm.plain_checkpoints())
     first = megatron_lm.train(1, *keep, "--exit-interval", "2", iterations=4)
     assert first.code == 0, first.tail()
     kit = ("--msprobe-config", str(probe), "--msprobe-output", str(tmp_path / "out"))
-    resumed = megatron_lm.train(1, *keep, "--load", str(tmp_path / "checkpoint"), *kit, iterations=4)
+    # Older releases load their own checkpoint with torch's former default.
+    trust = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+    resumed = megatron_lm.train(1, *keep, "--load", str(tmp_path / "checkpoint"), *kit, iterations=4, environment=trust)
     assert sorted(resumed.iterations) == [3, 4], resumed.tail()
     assert steps(tmp_path / "out") == [2, 3]
 
@@ -99,6 +102,8 @@ def test_one_line_in_the_script_does_the_same(megatron_lm, runs, tmp_path):
 
 def test_help_lists_the_flags(megatron_lm):
     shown = megatron_lm.run(1, ["-m", "msprobe_megatron.run", "pretrain_gpt.py", "--help", "--msprobe-device", "cpu"])
+    if "unsupported format character" in shown.output:
+        pytest.skip(f"the help texts of Megatron-LM {megatron_lm.version()} itself cannot be printed")
     assert shown.code == 0, shown.tail()
     for flag in ("--msprobe-config", "--msprobe-output", "--msprobe-steps", "--msprobe-strict", "--num-layers"):
         assert flag in shown.output
@@ -125,11 +130,42 @@ def test_a_step_that_megatron_repeats_is_recorded_once(megatron_lm, tmp_path):
     fail = ("--rerun-mode", "validate_results", "--error-injection-rate", "1", "--save", str(tmp_path / "save"))
     fail += ("--save-interval", "100")
     kit = ("--msprobe-config", str(tmp_path / "probe.yaml"), "--msprobe-output", str(tmp_path / "out"))
-    done = megatron_lm.train(1, *fail, *kit, "--ckpt-format", "torch", iterations=6)
+    done = megatron_lm.train(1, *fail, *kit, *megatron_lm.plain_checkpoints(), iterations=6)
     assert "Need to rerun step" in done.output, done.tail()
     for step in steps(tmp_path / "out"):
         assert set(rows(tmp_path / "out", step)["microbatch"].to_pylist()) - {None} == {0, 1, 2, 3}
     assert len(steps(tmp_path / "out")) == len(done.iterations) + 1
+
+
+def test_the_legacy_model(megatron_lm, tmp_path):
+    if not (megatron_lm.checkout / "megatron/legacy/model/gpt_model.py").exists():
+        pytest.skip(f"Megatron-LM {megatron_lm.version()} has no legacy model")
+    (tmp_path / "probe.yaml").write_text(PROBE)
+    # Its LayerNorm asks for a CUDA extension, its RMSNorm does not.
+    flags = ("--use-legacy-models", "--normalization", "RMSNorm", *megatron_lm.plain_checkpoints())
+    world, layout = LAYOUTS["tp2_pp2_sp"]
+    plain = megatron_lm.train(world, *flags, *layout)
+    kit = ("--msprobe-config", str(tmp_path / "probe.yaml"), "--msprobe-output", str(tmp_path / "out"))
+    probed = megatron_lm.train(world, *flags, *layout, *kit)
+    assert sorted(plain.iterations) == [1, 2, 3], plain.tail()
+    assert probed.iterations == plain.iterations, probed.tail()
+    names = {
+        row["name"]
+        for rank in range(world)
+        for row in rows(tmp_path / "out", 2, rank).to_pylist()
+        if row["kind"] != "loss" and not row["shard"].startswith("?")
+    }
+    assert {f"language_model.encoder.layers.{layer}.self_attention.core_attention" for layer in (0, 1)} <= names
+    tied = "language_model.embedding.word_embeddings.weight"
+    holders = [rank for rank in range(world) if tied in rows(tmp_path / "out", 2, rank)["name"].to_pylist()]
+    assert holders == [0, 1, 2, 3]
+    unknown = [
+        row["shard"]
+        for rank in range(world)
+        for row in rows(tmp_path / "out", 2, rank).to_pylist()
+        if row["kind"] != "loss" and row["shard"].startswith("?")
+    ]
+    assert unknown == []
 
 
 def test_a_bad_probe_file_is_one_sentence_and_no_training(megatron_lm, tmp_path):

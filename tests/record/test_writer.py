@@ -69,6 +69,8 @@ def test_a_step_becomes_two_files(tmp_path: Path, faults: list[BaseException]) -
         "steps_dropped": 0,
         "rows_dropped": 0,
         "bytes_dropped": 0,
+        "tensors_written": 0,
+        "tensors_dropped": 0,
     }
     assert faults == []
 

@@ -1,0 +1,84 @@
+"""`msprobe-megatron export`: a run for other tools."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from msprobe_megatron.commands import OK
+
+HELP = "write a run for other tools: CSV, TensorBoard, msprobe's dump files, its trend and graph viewers"
+EXAMPLE = "msprobe-megatron export probe_out --format csv --out tensors.csv"
+FORMATS = {
+    "csv": "tensors.csv",
+    "msprobe": "msprobe_dump",
+    "tensorboard": "tensorboard",
+    "trend-db": "msprobe.trend.db",
+    "vis-db": "msprobe.vis.db",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's own arguments."""
+    parser.add_argument("path", metavar="RUN", help="run directory")
+    parser.add_argument("--format", choices=sorted(FORMATS), required=True, help="what to write")
+    parser.add_argument(
+        "--out", metavar="PATH", help="file to write; for tensorboard and msprobe a directory (default: by format)"
+    )
+    parser.add_argument(
+        "--by-rank", action="store_true", help="csv: rows of ranks as they are, shards not put together"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    from msprobe_megatron.analyse.load import open_run
+    from msprobe_megatron.analyse.view_table import open_view
+
+    out = Path(arguments.out or FORMATS[arguments.format])
+    if arguments.format == "msprobe":
+        return _msprobe(arguments, out)
+    view = open_view(open_run(arguments.path))
+    if arguments.format == "csv":
+        from msprobe_megatron.analyse.view_export import RANK_COLUMNS, WHOLE_COLUMNS, rank_rows, whole_rows
+        from msprobe_megatron.report.csv_table import csv_chunks
+        from msprobe_megatron.report.files import write_chunks
+
+        columns, rows = (RANK_COLUMNS, rank_rows(view)) if arguments.by_rank else (WHOLE_COLUMNS, whole_rows(view))
+        size = write_chunks(out, csv_chunks(columns, rows))
+    elif arguments.format == "tensorboard":
+        from msprobe_megatron.analyse.view_export import scalars, started
+        from msprobe_megatron.report.files import write_chunks
+        from msprobe_megatron.report.tensorboard import event_chunks
+
+        seconds = started(view)
+        out = out / f"events.out.tfevents.{int(seconds)}.msprobe"
+        size = write_chunks(out, event_chunks(scalars(view), seconds), make_folder=True)
+    elif arguments.format == "trend-db":
+        from msprobe_megatron.analyse.view_trend import trend_rows
+        from msprobe_megatron.report.databases import write_trend
+
+        write_trend(out, trend_rows(view))
+        size = out.stat().st_size
+    else:
+        from msprobe_megatron.analyse.view_graph import graph_of
+        from msprobe_megatron.report.databases import write_graph
+
+        write_graph(out, graph_of(view))
+        size = out.stat().st_size
+    print(json.dumps({"file": str(out), "bytes": size}) if arguments.json else f"{out} ({size / 1e6:.1f} MB)")
+    return OK
+
+
+def _msprobe(arguments: argparse.Namespace, out: Path) -> int:
+    from msprobe_megatron.analyse.load import open_run
+    from msprobe_megatron.exchange.export import export_msprobe
+
+    folders = export_msprobe(open_run(arguments.path), out)
+    if arguments.json:
+        print(json.dumps({"folder": str(out), "dumps": folders}))
+    else:
+        print(f"{out}: {len(folders)} dumps ({', '.join(folders[:3])}{' …' if len(folders) > 3 else ''})")
+        print(f"  msprobe compare -tp {out}/{folders[0]}/dump.json -gp OTHER/{folders[0]}/dump.json -o result")
+    return OK

@@ -1,0 +1,40 @@
+"""`msprobe-megatron report`: a page to look at, one file that opens anywhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from msprobe_megatron.commands import FOUND, OK
+
+HELP = "a page to look at: one HTML file, alone or beside a golden run"
+EXAMPLE = "msprobe-megatron report probe_out --against golden_out --out report.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's own arguments."""
+    parser.add_argument("path", metavar="RUN", help="run directory")
+    parser.add_argument("--against", metavar="GOLDEN", help="run directory that is taken to be right")
+    parser.add_argument("--out", metavar="FILE", default="report.html", help="page to write (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    from msprobe_megatron.analyse.load import open_run
+    from msprobe_megatron.report.files import write_whole
+    from msprobe_megatron.report.html.page import page, page_data
+
+    golden = open_run(arguments.against) if arguments.against else None
+    data = page_data(open_run(arguments.path), golden)
+    size = write_whole(arguments.out, page(data).encode("utf-8"))
+    verdict = data["verdict"]
+    if arguments.json:
+        print(json.dumps({"page": arguments.out, "bytes": size, "verdict": verdict}))
+    else:
+        print(verdict["headline"])
+        for finding in verdict["findings"]:
+            print(f"  {finding['title']}: {finding['text']}")
+            if finding["command"]:
+                print(f"    {finding['command']}")
+        print(f"page: {arguments.out} ({size / 1e6:.1f} MB)")
+    return OK if verdict["tone"] == "good" else FOUND

@@ -1,0 +1,138 @@
+"""Whole tensors in packed safetensors files, several tensors to a file.
+
+A probe adds copies to a pack; a full pack goes to the writer thread like a step does, so that memory stays bounded and
+training goes on. A row holds the key ``pack:number`` of its tensor. Bytes are written as they are: bf16 and fp8 too.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from msprobe_megatron.backends.base import HostCopy
+
+PACK_BYTES = 256 << 20
+"""A pack is handed over when it holds this much."""
+
+_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+
+
+@dataclass
+class TensorPack:
+    """Copies of tensors of one step that go into one file."""
+
+    step: int
+    number: int
+    copies: list[tuple[str, str, tuple[int, ...], HostCopy]] = field(default_factory=list)
+    held_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that the copies take."""
+        return self.held_bytes
+
+    def add(self, key: str, x: torch.Tensor, copy: HostCopy) -> None:
+        """Take a copy of ``x`` (contiguous, on its way to the host) under ``key``.
+
+        Example::
+
+            pack.add("0:7", x, backend.to_host(x.contiguous()))
+        """
+        name = str(x.dtype).removeprefix("torch.")
+        self.copies.append((key, _NAMES.get(name, f"U8:{name}"), tuple(x.shape), copy))
+        self.held_bytes += x.numel() * x.element_size()
+
+    def fill(self, file: IO[bytes]) -> None:
+        """Write the pack; waits for copies that are still on their way."""
+        pieces = [_bytes(copy.wait()) for _, _, _, copy in self.copies]
+        file.write(_header(self.copies, [piece.nbytes for piece in pieces]))
+        for piece in pieces:
+            file.write(piece)
+
+
+def _bytes(x: torch.Tensor) -> memoryview:
+    if x.numel() == 0:
+        return memoryview(b"")
+    return x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _header(copies: list[tuple[str, str, tuple[int, ...], HostCopy]], sizes: list[int]) -> bytes:
+    entries: dict[str, object] = {}
+    at = 0
+    for (key, name, shape, _), size in zip(copies, sizes, strict=True):
+        kind, _, odd = name.partition(":")
+        # A dtype that the format has no word for is kept as bytes; the row says what they are.
+        entries[key] = {"dtype": kind, "shape": [size] if odd else list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+class TensorPacks:
+    """The packs of a running step; full ones are handed to ``submit``.
+
+    Example::
+
+        packs = TensorPacks(backend.to_host, writer.submit)
+        key = packs.add(step=10, x=x)
+        packs.finish()
+    """
+
+    def __init__(
+        self,
+        to_host: Callable[[torch.Tensor], HostCopy],
+        submit: Callable[[TensorPack], object],
+        pack_bytes: int = PACK_BYTES,
+    ) -> None:
+        self._to_host, self._submit, self._limit = to_host, submit, pack_bytes
+        self._pack: TensorPack | None = None
+        self._count = 0
+
+    def add(self, step: int, x: torch.Tensor) -> str:
+        """Copy ``x`` and return the key under which it will be found."""
+        size = x.numel() * x.element_size()
+        pack = self._pack
+        if pack is not None and pack.copies and pack.held_bytes + size > self._limit:
+            self._hand_over()
+            pack = None
+        if pack is None:
+            pack = self._pack = TensorPack(step, self._count)
+            self._count += 1
+        key = f"{pack.number}:{len(pack.copies)}"
+        data = x.detach()
+        pack.add(key, data, self._to_host(data.contiguous()))
+        return key
+
+    def finish(self) -> None:
+        """The step is over: hand over what is left; packs count from 0 again."""
+        self._hand_over()
+        self._count = 0
+
+    def _hand_over(self) -> None:
+        pack, self._pack = self._pack, None
+        if pack is not None:
+            self._submit(pack)

@@ -1,0 +1,55 @@
+"""Writing what a user asked for: whole or not at all, never through a half-written file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class OutputError(Exception):
+    """A file that cannot be written; the text says which and why."""
+
+
+def write_whole(path: str | Path, content: bytes) -> int:
+    """Write `content` under a temporary name beside `path`, then rename; returns the number of bytes.
+
+    Example::
+
+        write_whole("report.html", b"<!doctype html>")
+    """
+    return write_chunks(path, [content])
+
+
+def write_chunks(path: str | Path, chunks: Iterable[bytes], *, make_folder: bool = False) -> int:
+    r"""The same for content that comes in pieces; `make_folder` makes the directory that will hold the file.
+
+    Example::
+
+        write_chunks("table.csv", [b"step,name\r\n", b"0,decoder\r\n"])
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise OutputError(f"{target}: is a directory; give the name of a file")
+    try:
+        if make_folder:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        raise OutputError(f"{target}: cannot be written: {error.strerror}") from error
+    size = 0
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            for chunk in chunks:
+                size += file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        raise OutputError(f"{target}: cannot be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+    return size

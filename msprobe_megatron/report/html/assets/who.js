@@ -1,0 +1,46 @@
+// The ranks with their coordinates, and replicas that do not agree.
+const AXES = ["tp", "cp", "ep", "dp"];
+
+// More ranks than this are drawn as small cells; their words are in the tip.
+const MANY_RANKS = 64;
+
+function rankCard(rank, odd) {
+  const used = ["tp", "pp", "dp", "cp", "ep"].filter((axis) => ((DATA.run.sizes || {})[axis] || 1) > 1);
+  const silent = !rank.rows, state = rank.bad ? "bad" : odd.has(rank.rank) ? "odd" : silent ? "silent" : "";
+  if (DATA.ranks.length > MANY_RANKS) {
+    const place = used.map((axis) => `${axis}${rank[axis]}`).join(" "), words = [rank.bad ? `${rank.bad} non-finite` : "", odd.has(rank.rank) ? "differs from its replicas" : "", silent ? "recorded nothing" : `${rank.rows} rows`, ...rank.faults];
+    return h("div", { class: `rank small ${state}`, "data-rank": rank.rank, title: `rank ${rank.rank}: ${place}; layers ${span(rank.layers)}; ${words.filter(Boolean).join("; ")}` }, rank.rank);
+  }
+  return h("div", { class: `rank ${state}`, "data-rank": rank.rank }, h("b", null, rank.rank), " ",
+    h("span", { class: "muted mono" }, used.map((axis) => `${axis}${rank[axis] === null || rank[axis] === undefined ? "?" : rank[axis]}`).join(" ")),
+    h("div", { class: "muted" }, rank.layers.length ? `layers ${span(rank.layers)}` : ""), h("div", { class: "muted" }, silent ? "recorded nothing" : `${rank.rows.toLocaleString("en")} rows`),
+    rank.bad ? h("span", { class: "badge bad" }, `${rank.bad.toLocaleString("en")} non-finite`) : null, odd.has(rank.rank) ? [" ", h("span", { class: "badge note" }, "differs")] : null,
+    rank.faults.length ? [" ", h("span", { class: "badge bad", title: rank.faults[0] }, "fault")] : null, rank.closed === false ? [" ", h("span", { class: "badge note" }, "not closed")] : null);
+}
+
+function whoTab() {
+  const odd = new Set(DATA.replicas.first.flatMap((entry) => minority(entry.groups)));
+  const stages = new Map();
+  for (const rank of DATA.ranks) { const pp = rank.pp || 0; if (!stages.has(pp)) stages.set(pp, []); stages.get(pp).push(rank); }
+  const width = DATA.ranks.length > MANY_RANKS ? 44 : 168;
+  const rows = [...stages].sort((a, b) => a[0] - b[0]).map(([pp, ranks]) => {
+    ranks.sort((a, b) => AXES.slice().reverse().map((axis) => (a[axis] || 0) - (b[axis] || 0)).find((d) => d) || a.rank - b.rank);
+    return h("div", { class: "stage-row" }, h("div", { class: "sub" }, `pipeline stage ${pp}`), h("div", { class: "grid-ranks", css: { "grid-template-columns": `repeat(auto-fill, minmax(${width}px, 1fr))` } }, ranks.map((rank) => rankCard(rank, odd))));
+  });
+  return h("div", { class: "stack" },
+    card("Ranks", `${plural(DATA.run.world || 1, "rank")}, ${layoutWords(DATA.run.sizes)}; each with its place on every axis${DATA.ranks.length < DATA.run.world ? `; the first ${DATA.ranks.length} are shown` : ""}`, rows),
+    replicasCard(), heatCard("Ranks by step", "what each rank holds, shards as they are", DATA.heat.ranks, "rank", null));
+}
+// Of several values, the ranks that are outvoted; all of them when there is no majority.
+function minority(groups) {
+  const most = Math.max(...groups.map((group) => group.ranks.length)), winners = groups.filter((group) => group.ranks.length === most);
+  return groups.filter((group) => winners.length > 1 || group !== winners[0]).flatMap((group) => group.ranks);
+}
+function replicasCard() {
+  const replicas = DATA.replicas;
+  if (!replicas.total) return card("Replicas", "All ranks that should hold the same numbers do.");
+  const rows = replicas.first.map((entry) => h("tr", { class: "pick", onclick: () => showTensor(entry.key, entry.step) }, h("td", { class: "n" }, entry.step), h("td", null, h("span", { class: "key" }, entry.name), " ", h("span", { class: "muted" }, `${KIND_WORDS[entry.kind] || entry.kind} ${entry.kind === "activation" || entry.kind === "gradient" ? entry.io : ""}`)),
+    h("td", null, entry.groups.slice(0, 6).map((group) => h("div", { class: "mono" }, `ranks ${span(group.ranks)}: norm ${num(group.norm, 6)}${group.bad ? `, ${group.bad} non-finite` : ""}`)))));
+  return card("Replicas that disagree", `${plural(replicas.total, "tensor")} of ${plural(replicas.names, "name")} in steps ${span(replicas.steps)}; first sighting of each, earliest first`,
+    h("div", { class: "long" }, table([{ title: "step", number: true }, { title: "tensor" }, { title: "values" }], rows, { id: "replicas" })));
+}

@@ -1,0 +1,274 @@
+"""Site: the inputs, outputs and their gradients of API calls (L1).
+
+A torch-function mode sees every call of torch, of tensor methods and of functionals, however its name was imported,
+and replaces no function. `autograd.Function`s, which the mode does not see, are met at `Function.apply`; what they call
+inside is not told again. Gradients come from hooks on the autograd node of a call, which insert nothing into the
+graph. All of it exists only while a step is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from msprobe_megatron.clock import Clock, Moment
+from msprobe_megatron.sites import mode_stack
+from msprobe_megatron.sites.api_names import name_of
+from msprobe_megatron.sites.arguments import Found, find_tensors, own_work
+from msprobe_megatron.sites.frames import ModuleFrames, Running
+from msprobe_megatron.sites.stacks import call_stack
+from msprobe_megatron.topology.places import Place
+from msprobe_megatron.topology.shards import ShardSpec
+
+OUTSIDE = "outside"
+_UNKNOWN_LAYOUT = ShardSpec.unmergeable("API call")
+_SCALARS = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, nn.Parameter, torch.device, slice})
+_FUNCTION: Any = torch.autograd.Function
+Fault = Callable[[BaseException, str], None]
+
+
+class Sink(Protocol):
+    """Who is told of a tensor, and what it wants to know."""
+
+    def wants(self, name: str) -> bool:
+        """Whether an API call of this name is to be watched."""
+
+    def wants_io(self, direction: str, io: str) -> bool:
+        """Whether inputs or outputs (`io`) of forward or backward (`direction`) are to be watched."""
+
+    def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
+        """Take note of a tensor, now: it may be gone or changed after the call."""
+
+
+class _Call:
+    """One numbered call of a module: its places, made when first needed."""
+
+    __slots__ = ("chunk", "name", "op", "places", "site")
+
+    def __init__(self, name: str, op: str, chunk: int, site: int) -> None:
+        self.name, self.op, self.chunk, self.site = name, op, chunk, site
+        self.places: dict[tuple[str, str, str], Place] = {}
+
+    def place(self, kind: str, io: str, path: str) -> Place:
+        """The place of one tensor of this call."""
+        found = self.places.get((kind, io, path))
+        if found is None:
+            found = Place(kind, self.name, io, path, self.op, self.chunk, self.site, _unknown, _one)
+            self.places[kind, io, path] = found
+        return found
+
+
+class ApiSite:
+    """Watches API calls between `install` and `remove`.
+
+    Example::
+
+        site = ApiSite(frames, probe, clock, fault, preset="focus")
+        site.install(); ...; site.remove()
+    """
+
+    def __init__(
+        self, frames: ModuleFrames, sink: Sink, clock: Clock, fault: Fault, preset: str, stacks: bool, first_site: int
+    ) -> None:
+        self._frames, self._sink, self._clock, self._fault = frames, sink, clock, fault
+        self._preset, self._stacks, self._next_site = preset, stacks, first_site
+        self._mode = _Mode(self)
+        self._function_apply: Any = None
+        self._calls: dict[tuple[str, int, str, int], _Call | None] = {}
+        self._inside = 0
+        self._round = 0
+        self.active = False
+        self.structure: list[dict[str, Any]] = []
+        self.fired = 0
+        self._forward = {io: sink.wants_io("forward", io) for io in ("input", "output")}
+        self._backward = {io: sink.wants_io("backward", io) for io in ("input", "output")}
+
+    def install(self) -> None:
+        """Begin to see calls; of this thread, and of the threads that run its backward."""
+        self._round += 1
+        self._inside = 0
+        self.active = True
+        self._function_apply = _FUNCTION.__dict__["apply"]
+        _FUNCTION.apply = classmethod(self._apply(self._function_apply.__func__))
+        mode_stack.push(self._mode)
+        self._frames.mode = self._mode
+
+    def remove(self) -> None:
+        """See no more calls; gradients that still arrive are ignored. Safe to call twice."""
+        if not self.active:
+            return
+        self.active = False
+        self._frames.mode = None
+        mode_stack.take_out(self._mode)
+        _FUNCTION.apply = self._function_apply
+
+    def _apply(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or not self.active or "Checkpoint" in cls.__name__:
+                return original(cls, *args, **kwargs)
+            return self.call(f"{cls.__module__}.{cls.__name__}", original, (cls, *args), kwargs)
+
+        return apply
+
+    def call(self, api: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call and tell the sink of what went in and came out."""
+        before = None
+        try:
+            with own_work():
+                before = self._before(api, args, kwargs)
+        except Exception as error:
+            self._fault(error, f"input of {api}")
+        self._inside += 1
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self._inside -= 1
+        if before is not None:
+            try:
+                with own_work():
+                    self._after(result, *before)
+            except Exception as error:
+                self._fault(error, f"output of {api}")
+        return result
+
+    def _before(self, api: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, Running, Found] | None:
+        found: Found = []
+        for index, value in enumerate(args):
+            kind = type(value)
+            if kind is torch.Tensor:
+                found.append((str(index), value))
+            elif kind not in _SCALARS:
+                find_tensors(value, str(index), found)
+        for name, value in kwargs.items():
+            find_tensors(value, name, found)
+        if not found and not any(type(value) is nn.Parameter for value in args):
+            return None
+        stack = self._frames.stack
+        running = stack[-1] if stack else self._frames.outside(OUTSIDE)
+        if running is None:
+            return None
+        number = running.counts.get(api, 0)
+        running.counts[api] = number + 1
+        key = (running.name, running.chunk, api, number)
+        call = self._calls[key] if key in self._calls else self._new_call(key)
+        if call is None:
+            return None
+        if self._forward["input"]:
+            microbatch = running.moment.microbatch
+            for path, tensor in found:
+                self._sink.see(call.place("activation", "input", path), tensor, microbatch, running.phase)
+        return call, running, found
+
+    def _new_call(self, key: tuple[str, int, str, int]) -> _Call | None:
+        module, chunk, api, number = key
+        name = f"{module}/{api}.{number}"
+        call = None
+        if self._sink.wants(name):
+            call = _Call(name, api, chunk, self._next_site)
+            self._next_site += 1
+            stack = call_stack(5) if self._stacks else []
+            self.structure = [
+                *self.structure,
+                {"site": call.site, "name": name, "vpp": chunk, "class": api, "stack": stack},
+            ]
+        self._calls[key] = call
+        return call
+
+    def _after(self, result: Any, call: _Call, running: Running, inputs: Found) -> None:
+        outputs: Found = []
+        if type(result) is torch.Tensor:
+            outputs.append(("", result))
+        else:
+            find_tensors(result, "", outputs)
+        self.fired += 1
+        if self._forward["output"]:
+            microbatch = running.moment.microbatch
+            for path, tensor in outputs:
+                self._sink.see(call.place("activation", "output", path), tensor, microbatch, running.phase)
+        # Under no_grad (the first pass of a checkpoint) no result has a node: its gradients come when it is repeated.
+        self._watch_gradients(call, running.moment, inputs, outputs)
+
+    def _watch_gradients(self, call: _Call, moment: Moment, inputs: Found, outputs: Found) -> None:
+        nodes: dict[Any, list[tuple[int, Place]]] = {}
+        for path, tensor in outputs:
+            node = tensor.grad_fn
+            if node is not None:
+                wanted = nodes.setdefault(node, [])
+                if self._backward["output"]:
+                    wanted.append((tensor.output_nr, call.place("gradient", "output", path)))
+        for node, given in nodes.items():
+            asked = self._edges(node, call, inputs) if self._backward["input"] else []
+            if given or asked:
+                node.register_hook(self._gradients(given, asked, moment))
+
+    def _edges(self, node: Any, call: _Call, inputs: Found) -> list[tuple[int, Place]]:
+        """Which gradients that the node hands on belong to which input; an input behind another node has none here."""
+        edges = node.next_functions
+        found = []
+        for path, tensor in inputs:
+            if not tensor.requires_grad:
+                continue
+            source, number = tensor.grad_fn, tensor.output_nr
+            for index, (target, slot) in enumerate(edges):
+                same = target is source and slot == number if source is not None else _is_leaf(target, tensor)
+                if same:
+                    found.append((index, call.place("gradient", "input", path)))
+                    break
+        return found
+
+    def _gradients(
+        self, given: list[tuple[int, Place]], asked: list[tuple[int, Place]], moment: Moment
+    ) -> Callable[[Any, Any], None]:
+        this_round, microbatch = self._round, moment.microbatch
+
+        def hook(grad_inputs: Any, grad_outputs: Any) -> None:
+            if not self.active or self._round != this_round:
+                return
+            try:
+                self._clock.backward_moment = moment
+                with own_work():
+                    for gradients, places in ((grad_outputs, given), (grad_inputs, asked)):
+                        for index, place in places:
+                            gradient = gradients[index] if index < len(gradients) else None
+                            if gradient is not None:
+                                self._sink.see(place, gradient, microbatch, "backward")
+            except Exception as error:
+                self._fault(error, "gradients of an API call")
+
+        return hook
+
+
+class _Mode(TorchFunctionMode):
+    """Hands calls to the site. While it handles one it is off, so that its own work is not seen."""
+
+    def __init__(self, site: ApiSite) -> None:
+        super().__init__()
+        self._site = site
+        self._names: dict[Any, str | None] = {}
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        try:
+            name = self._names[function]
+        except KeyError:
+            name = self._names[function] = name_of(function, self._site._preset)
+        if name is None or self._site._inside:
+            return function(*args, **kwargs) if kwargs else function(*args)
+        return self._site.call(name, function, args, kwargs or {})
+
+
+def _is_leaf(target: Any, tensor: torch.Tensor) -> bool:
+    return getattr(target, "variable", None) is tensor
+
+
+def _unknown(shape: tuple[int, ...]) -> ShardSpec:
+    return _UNKNOWN_LAYOUT
+
+
+def _one(axis: str) -> int:
+    return 1

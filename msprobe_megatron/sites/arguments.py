@@ -1,0 +1,54 @@
+"""Tensors inside the arguments and results of a call, with their paths."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_NESTING = 4
+_NO_TENSORS = frozenset({type(None), str, int, float, bool, nn.Parameter, torch.dtype, torch.device, torch.Size})
+Found = list[tuple[str, torch.Tensor]]
+own_work = torch._C.DisableTorchFunction
+"""A context in which what the kit does with tensors is not taken for a call of the training code."""
+
+
+def find_tensors(value: Any, path: str, found: Found, depth: int = 0) -> None:
+    """Add tensors inside nested containers to ``found``. Parameters are left out: they have rows of their own.
+
+    Example::
+
+        found = []
+        find_tensors({"a": [x]}, "", found)     # found == [("a.0", x)]
+    """
+    kind = type(value)
+    if kind is torch.Tensor:
+        found.append((path, value))
+    elif kind in _NO_TENSORS or depth == _NESTING:
+        return
+    elif isinstance(value, torch.Tensor):
+        if not isinstance(value, nn.Parameter):
+            found.append((path, value))
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            find_tensors(item, f"{path}.{index}" if path else str(index), found, depth + 1)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            find_tensors(item, f"{path}.{key}" if path else str(key), found, depth + 1)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            find_tensors(getattr(value, item.name), f"{path}.{item.name}" if path else item.name, found, depth + 1)
+
+
+def named_arguments(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    """Tensors of a call; a positional argument has the name of its parameter, or else its number."""
+    found: Found = []
+    for index, value in enumerate(args):
+        if value is not None:
+            find_tensors(value, parameters[index] if index < len(parameters) else str(index), found)
+    for name, value in kwargs.items():
+        if value is not None:
+            find_tensors(value, name, found)
+    return found

@@ -1,0 +1,96 @@
+"""Which module is running: the context that gives API calls names that do not depend on the layout.
+
+Forward hooks push and pop; they exist only while a step is recorded. A call is numbered within one pass (phase and
+microbatch) of the module it is made in, so that a number means the same call in every layout. `loss.backward()` is
+itself a call during which the mode that sees calls is off: a module that is repeated inside switches it on for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from msprobe_megatron.clock import Clock, Moment
+from msprobe_megatron.sites import mode_stack
+from msprobe_megatron.topology import names
+
+
+class Running(NamedTuple):
+    """A module in its pass: its name and chunk, phase and moment, and how often each API was called so far."""
+
+    name: str
+    chunk: int
+    phase: str
+    moment: Moment
+    counts: dict[str, int]
+
+
+class ModuleFrames:
+    """The stack of running modules of all chunks.
+
+    Example::
+
+        frames = ModuleFrames(chunks, clock)
+        frames.install(); ...; frames.running(); frames.remove()
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], clock: Clock) -> None:
+        self._clock = clock
+        self._modules = [
+            (entry.name, index, entry.module) for index, chunk in enumerate(chunks) for entry in names.modules(chunk)
+        ]
+        self._handles: list[Any] = []
+        self._passes: dict[tuple[str, str, Moment], dict[str, int]] = {}
+        self.stack: list[Running] = []
+        self.mode: TorchFunctionMode | None = None
+        self._entered: list[int] = []  # heights of the stack at which the mode was switched on
+
+    def install(self) -> None:
+        """Set the hooks; called at the beginning of a recorded step."""
+        self.stack.clear()
+        self._entered.clear()
+        self._passes.clear()
+        for name, chunk, module in self._modules:
+            self._handles.append(module.register_forward_pre_hook(self._enter(name, chunk)))
+            self._handles.append(module.register_forward_hook(self._leave))
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.stack.clear()
+
+    def outside(self, name: str) -> Running | None:
+        """The context of a call outside of all modules; None inside backward, where nothing is repeated."""
+        phase, moment = self._clock.calling()
+        return self._pass(name, moment.chunk, phase, moment) if phase == "forward" else None
+
+    def _enter(self, name: str, chunk: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            phase, moment = self._clock.calling()
+            stack, mode = self.stack, self.mode
+            if not stack and mode is not None and not mode_stack.any_is_on():
+                mode_stack.push(mode)
+                self._entered.append(len(stack))
+            stack.append(self._pass(name, chunk, phase, moment))
+
+        return hook
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.stack:
+            self.stack.pop()
+        if self._entered and len(self.stack) == self._entered[-1]:
+            self._entered.pop()
+            if self.mode is not None:
+                mode_stack.take_out(self.mode)
+
+    def _pass(self, name: str, chunk: int, phase: str, moment: Moment) -> Running:
+        key = (name, phase, moment)
+        counts = self._passes.get(key)
+        if counts is None:
+            counts = self._passes[key] = {}
+        return Running(name, chunk, phase, moment, counts)

@@ -1,0 +1,37 @@
+"""torch's stack of function modes: the few private functions of torch that the L1 site needs, in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import overrides
+from torch.overrides import TorchFunctionMode
+
+_stack: Any = overrides
+
+
+def push(mode: TorchFunctionMode) -> None:
+    """Switch a mode on, for this thread and the threads that run its backward."""
+    _stack._push_mode(mode)
+
+
+def any_is_on() -> bool:
+    """Whether any mode is on."""
+    return _stack._get_current_function_mode() is not None
+
+
+def take_out(mode: TorchFunctionMode) -> None:
+    """Switch a mode off, wherever others that were entered or left meanwhile have put it.
+
+    Example::
+
+        push(mode)
+        take_out(mode)
+    """
+    above = []
+    while (top := _stack._get_current_function_mode()) is not None and top is not mode:
+        above.append(_stack._pop_mode())
+    if top is mode:
+        _stack._pop_mode()
+    for other in reversed(above):
+        _stack._push_mode(other)

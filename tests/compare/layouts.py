@@ -1,0 +1,62 @@
+"""Layouts for comparisons beyond those of tests/distributed, and their runs, each trained once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.compare.faults import train
+from tests.distributed.layouts import LAYOUTS, Jobs, Layout, flags_of
+from tests.forked import run_forked
+
+_MOE = LAYOUTS["moe"].flags
+_ROPE = "--position-embedding-type rope"
+MORE = {
+    "tp2_ep2": Layout(
+        2,
+        f"{_MOE} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+        " --expert-tensor-parallel-size 1",
+        "moe",
+    ),
+    "bf16": Layout(1, "--bf16", "bf16"),
+    "bf16_tp2": Layout(2, "--bf16 --tensor-model-parallel-size 2", "bf16"),
+    "mbs1": Layout(1, "--micro-batch-size 1"),
+    "mbs1_dp2": Layout(2, "--micro-batch-size 1"),
+    "rope": Layout(1, _ROPE, "rope"),
+    "rope_cp2": Layout(2, f"{_ROPE} --context-parallel-size 2", "rope"),
+    "wider": Layout(1, "--ffn-hidden-size 128"),
+}
+
+
+class Runs:
+    """Run directories of clean and faulty jobs."""
+
+    def __init__(self, jobs: Jobs, root: Path) -> None:
+        self._jobs, self._root = jobs, root
+        more = {"both.yaml": ("[0, 2]", ""), "first.yaml": ("[0]", "")}
+        more["sketches.yaml"] = ("[0]", ", digest: true, sketch: 256")
+        for name, (steps, measures) in more.items():
+            (root / name).write_text(f"steps: {steps}\ndump: {{level: L0, task: statistics{measures}}}\n")
+
+    def clean(self, layout: str) -> Path:
+        """Steps 0 and 2 of a run without a fault."""
+        if layout in LAYOUTS:
+            return self._jobs.probed(layout, dropout=False)[0]
+        return self._trained(layout, "none", "both.yaml", 3)
+
+    def faulty(self, layout: str, fault: str, *, steps: int = 1) -> Path:
+        """A run with a fault inside: step 0, and also step 2 if three steps are asked for."""
+        return self._trained(layout, fault, "first.yaml" if steps == 1 else "both.yaml", steps)
+
+    def sketched(self, layout: str, fault: str = "none") -> Path:
+        """Step 0 with digests and sketches."""
+        return self._trained(layout, fault, "sketches.yaml", 1)
+
+    def _trained(self, layout: str, fault: str, probe: str, steps: int) -> Path:
+        out = self._root / f"{layout}_{fault}_{probe.removesuffix('.yaml')}"
+        if not out.exists():
+            known = {**LAYOUTS, **MORE}
+            flags = flags_of("single", dropout=False) + known[layout].flags.split()
+            flags += ["--train-iters", str(steps), "--no-check-for-nan-in-loss-and-grad"]
+            flags += ["--msprobe-config", str(self._root / probe), "--msprobe-output", str(out)]
+            run_forked(known[layout].world, train, flags, fault)
+        return out

@@ -1,0 +1,55 @@
+"""`msprobe-megatron compare`: exit codes, JSON, files, and what a person reads."""
+
+import json
+
+import pyarrow.parquet as pq
+
+from msprobe_megatron.cli import main
+
+_FIRST = {"name", "io", "kind", "step", "microbatch", "phase", "layer", "ranks", "site", "error", "tolerance"}
+
+
+def test_agreement(runs, capsys):
+    assert main(["compare", str(runs.clean("single")), str(runs.clean("tp2_pp2")), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["verdict"] == "agree"
+    assert answer["first_divergence"] is None
+    assert answer["suspects"] == answer["replicas"] == []
+    assert set(answer["counts"]) == {"agree", "diverged", "inherited", "only_left", "only_right", "layout"}
+
+
+def test_divergence(runs, capsys, tmp_path):
+    golden, faulty = str(runs.clean("single")), str(runs.faulty("tp2", "no_reduction"))
+    assert main(["compare", golden, faulty, "--json", "--out", str(tmp_path / "out")]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    first = answer["first_divergence"]
+    assert first.keys() >= _FIRST
+    assert (first["name"], first["layer"], first["microbatch"]) == ("decoder.layers.2.mlp.linear_fc2", 2, 0)
+    assert first["site"]["class"] == "RowParallelLinear"
+    assert any("mlp.py" in line for line in first["site"]["stack"])
+    assert len(answer["suspects"]) == 10
+    assert json.loads((tmp_path / "out" / "compare.json").read_text()) == answer
+    table = pq.read_table(tmp_path / "out" / "compare.parquet")
+    assert len(table) == sum(answer["counts"].values())
+
+
+def test_divergence_in_words_fits_a_terminal(runs, capsys):
+    golden, faulty = str(runs.clean("tp2")), str(runs.faulty("tp2", "attention_scale"))
+    assert main(["compare", golden, faulty]) == 1
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert lines[0].startswith("diverged")
+    assert "first divergence: decoder.layers.1.self_attention.core_attention.scale_mask_softmax input" in text
+    assert "look at decoder.layers.1.self_attention.core_attention" in text
+    assert "step 0, microbatch 0, forward, layer 1, ranks 1" in text
+    assert "dot_product_attention.py" in text
+    assert len(lines) <= 30
+    # A path longer than the screen may wrap; a line never exceeds it.
+    assert max(map(len, lines)) <= 100
+
+
+def test_what_cannot_be_compared_says_why(runs, capsys, tmp_path):
+    assert main(["compare", str(runs.clean("single")), str(runs.clean("wider"))]) == 2
+    assert "the models differ" in capsys.readouterr().out
+    assert main(["compare", str(runs.clean("single")), str(tmp_path)]) == 2
+    assert "run.json" in capsys.readouterr().err

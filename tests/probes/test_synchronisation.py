@@ -1,0 +1,68 @@
+"""Recording makes the host wait for nothing: the operations that would read a device are counted."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from msprobe_megatron import attach
+from msprobe_megatron.config import Overrides, from_document
+
+# What makes the host wait on an accelerator: reading one number, and finding out how many there are.
+_WAITING = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "unique2"}
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(6)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x)) + x
+        return x
+
+
+def step(net, optimizer):
+    optimizer.zero_grad()
+    net(torch.ones(4, 16)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])
+@pytest.mark.parametrize("dump", [{"level": "L0"}, {"level": "mix", "digest": True, "sketch": 8}], ids=str)
+def test_at_most_one_synchronisation_a_step(tmp_path, monkeypatch, dump, kernel):
+    if not kernel:
+        monkeypatch.setattr("msprobe_megatron.native.kernel", lambda: None)
+        # The path of an accelerator, on which nothing may be read back.
+        from msprobe_megatron.measure import stats
+        from msprobe_megatron.measure.generic import measure_generic
+
+        monkeypatch.setattr(stats, "measure_cpu", measure_generic)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Counting() as plain:
+        step(net, optimizer)
+    session = attach(
+        net, optimizer, from_document({"dump": dump}, "test", Overrides(output=str(tmp_path / "r"))), step=0
+    )
+    with Counting() as recorded:
+        step(net, optimizer)
+    session.close()
+    assert session.faults == [] and session.writer.counts.rows_written >= 50
+    waits = {name: recorded.counts[name] - plain.counts[name] for name in _WAITING}
+    assert sum(waits.values()) <= 1, waits

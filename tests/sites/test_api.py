@@ -1,0 +1,209 @@
+"""API calls in plain torch: what is seen, under which name, with which gradients; and what is left as it was."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, relu
+from torch.utils.checkpoint import checkpoint
+
+from msprobe_megatron.clock import Clock
+from msprobe_megatron.sites.api import ApiSite
+from msprobe_megatron.sites.api_names import name_of
+from msprobe_megatron.sites.frames import ModuleFrames
+
+
+class Seen:
+    """A sink that keeps copies of all it is told."""
+
+    def __init__(self, pattern="", modes=None):
+        self.rows, self.pattern, self.modes = {}, pattern, modes
+
+    def wants(self, name):
+        return self.pattern in name
+
+    def wants_io(self, direction, io):
+        return self.modes is None or (direction, io) in self.modes
+
+    def see(self, place, tensor, microbatch, phase):
+        key = (place.kind, place.name, place.io, place.path, phase)
+        assert key not in self.rows
+        self.rows[key] = tensor.detach().clone()
+        tensor + 1  # what a sink does with tensors is never itself seen
+
+
+def faulty(error, where):
+    raise AssertionError(where) from error
+
+
+@pytest.fixture
+def watch():
+    sites = []
+
+    def start(module, preset="all", sink=None):
+        clock, sink = Clock(), sink or Seen()
+        clock.start_step(0)
+        frames = ModuleFrames([module], clock)
+        site = ApiSite(frames, sink, clock, faulty, preset, True, 0)
+        frames.install()
+        site.install()
+        sites.append((site, frames))
+        return sink, site
+
+    yield start
+    for site, frames in sites:
+        site.remove()
+        frames.remove()
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = relu(self.linear(x))
+        a, b = torch.split(y @ y.t(), 2)
+        return Double.apply(a.sum() * F.silu(b).mean())
+
+
+def test_every_way_to_call_is_seen_and_named(watch):
+    block = Block()
+    sink, _ = watch(block)
+    block(torch.randn(4, 4))
+    names = {key[1] for key in sink.rows}
+    assert names == {
+        "linear/torch.nn.functional.linear.0",
+        "model/torch.relu.0",
+        "model/torch.Tensor.t.0",
+        "model/torch.Tensor.matmul.0",
+        "model/torch.functional.split.0",
+        "model/torch.Tensor.sum.0",
+        "model/torch.nn.functional.silu.0",
+        "model/torch.Tensor.mean.0",
+        "model/torch.Tensor.mul.0",
+        "model/tests.sites.test_api.Double.0",
+    }
+    paths = {key[2:4] for key in sink.rows if "split" in key[1]}
+    assert paths == {("input", "0"), ("output", "0"), ("output", "1")}
+
+
+def test_gradients_of_inputs_and_outputs_are_those_of_autograd(watch):
+    torch.manual_seed(0)
+    x = torch.randn(3, 3, requires_grad=True)
+    w = torch.randn(3, 3, requires_grad=True)
+
+    def network(record):
+        a = x * 1.0
+        b = a @ w
+        c = F.silu(b)
+        record.update(a=a, b=b, c=c)
+        return (c + a).sum()  # a has two uses: the gradient of the product's input is its own share only
+
+    plain = {}
+    loss = network(plain)
+    b_grad, c_grad = torch.autograd.grad(loss, (plain["b"], plain["c"]), retain_graph=True)
+    sink, _ = watch(nn.Module())
+    network({}).backward()
+    rows = {key[:4]: value for key, value in sink.rows.items() if key[4] == "backward"}
+
+    def gradient(name, io, path):
+        return rows["gradient", f"outside/{name}.0", io, path]
+
+    assert torch.equal(gradient("torch.nn.functional.silu", "output", ""), c_grad)
+    assert torch.equal(gradient("torch.nn.functional.silu", "input", "0"), b_grad)
+    assert torch.equal(gradient("torch.Tensor.matmul", "output", ""), b_grad)
+    assert torch.equal(gradient("torch.Tensor.matmul", "input", "0"), b_grad @ w.detach().t())
+    assert torch.equal(gradient("torch.Tensor.matmul", "input", "1"), plain["a"].detach().t() @ b_grad)
+
+
+def test_results_and_gradients_are_those_without(watch):
+    torch.manual_seed(1)
+    block, x = Block(), torch.randn(4, 4)
+    block(x).backward()
+    want = [p.grad.clone() for p in block.parameters()]
+    block.zero_grad()
+    watch(block)
+    block(x).backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(block.parameters(), want, strict=True))
+
+
+def test_nothing_is_replaced_and_all_is_put_back(watch):
+    before = (F.gelu, torch.relu, torch.Tensor.add, torch.autograd.Function.__dict__["apply"])
+    _, site = watch(nn.Module())
+    assert (F.gelu, torch.relu, torch.Tensor.add) == before[:3]
+    site.remove()
+    site.remove()
+    assert torch.autograd.Function.__dict__["apply"] is before[3]
+    assert torch.overrides._get_current_function_mode() is None
+
+
+def test_an_in_place_call_shows_its_input_as_it_was(watch):
+    sink, _ = watch(nn.Module())
+    x = torch.ones(3)
+    x.add_(1)
+    rows = {key[2]: value.tolist() for key, value in sink.rows.items()}
+    assert rows == {"input": [1, 1, 1], "output": [2, 2, 2]}
+
+
+def test_calls_of_repeated_modules_are_seen_within_backward(watch):
+    """`loss.backward()` is itself a call; a module repeated inside it is seen all the same."""
+    block = Block()
+    sink, _ = watch(block)
+    checkpoint(block, torch.randn(4, 4, requires_grad=True), use_reentrant=False).backward()
+    forward = {key[:4] for key in sink.rows if key[0] == "activation" and key[4] == "forward"}
+    again = {key[:4] for key in sink.rows if key[4] == "recompute"}
+    assert ("activation", "model/torch.relu.0", "output", "") in again
+    assert again <= forward
+    assert torch.overrides._get_current_function_mode() is not None
+
+
+def test_a_call_that_raises_leaves_the_site_working(watch):
+    sink, _ = watch(nn.Module())
+    with pytest.raises(RuntimeError):
+        torch.matmul(torch.ones(2, 3), torch.ones(2, 3))
+    torch.relu(torch.ones(2))
+    assert ("activation", "outside/torch.relu.0", "output", "", "forward") in sink.rows
+
+
+def test_other_modes_may_come_and_go(watch):
+    _, site = watch(nn.Module())
+    with torch.device("cpu"):
+        site.remove()
+        assert torch.zeros(1).device.type == "cpu"
+    assert torch.overrides._get_current_function_mode() is None
+
+
+def test_selection(watch):
+    sink, _ = watch(nn.Module(), sink=Seen("relu", {("forward", "output")}))
+    F.silu(relu(torch.ones(2, requires_grad=True))).sum().backward()
+    assert {key[:4] for key in sink.rows} == {("activation", "outside/torch.relu.0", "output", "")}
+
+
+@pytest.mark.parametrize(
+    ("function", "core", "focus", "all_"),
+    [
+        (F.linear, True, True, True),
+        (torch.Tensor.matmul, True, True, True),
+        (torch.Tensor.sum, True, True, True),
+        (torch.Tensor.add, False, True, True),
+        (torch.Tensor.view, False, False, True),
+        (torch.Tensor.__getitem__, False, False, True),
+        (torch.Tensor.size, False, False, False),
+        (torch.Tensor.shape.__get__, False, False, False),
+        (torch.Tensor.backward, False, False, False),
+        (torch.empty_like, False, False, False),
+    ],
+)
+def test_presets(function, core, focus, all_):
+    found = [name_of(function, preset) is not None for preset in ("core", "focus", "all")]
+    assert found == [core, focus, all_]
