@@ -82,13 +82,22 @@ train single 1
 summarise tp2pp2
 summarise single
 
+printf '\n== are the two the same computation? ==\n'
+if ! msprobe-megatron compare "$run/single" "$run/tp2pp2"; then
+    printf '\nquickstart.sh: the two runs do not agree\n' >&2
+    exit 1
+fi
+msprobe-megatron report "$run/tp2pp2" --against "$run/single" --out "$run/report.html"
+
 printf '\n== where it is, and how to look at it (%d s after set-up) ==\n' $((SECONDS - started))
-printf '  %s\n' "$run/tp2pp2    4 processes" "$run/single    1 process" \
+printf '  %s\n' "$run/report.html    open it in a browser: verdict, model, trends, ranks" \
+    "$run/tp2pp2    4 processes" "$run/single    1 process" \
     "  run.json                                  versions, arguments, coordinates of every rank, what was patched" \
     "  step_000000/rank_00000/records.parquet    one row a tensor; sites.json beside it says where in the code"
 printf '\nAgain, for any run:\n\n'
 if [ -z "$user_venv" ]; then printf '  source %q\n' "$VIRTUAL_ENV/bin/activate"; fi
 printf '  msprobe-megatron summary %q\n' "$run/tp2pp2"
+printf '  msprobe-megatron compare %q %q\n' "$run/single" "$run/tp2pp2"
 printf '\nOr ask the rows yourself:\n\n'
 query='import duckdb, sys; rows = duckdb.read_parquet(sys.argv[1] + "/step_*/rank_*/records.parquet"); '
 query+='rows.aggregate("step, kind, count(*) as records, max(absmax) as absmax").order("step, kind").show()'
