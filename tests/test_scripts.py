@@ -326,6 +326,8 @@ def test_quickstart_trains_twice_summarises_and_runs_again(checkout: Checkout) -
         "train 1",
         f"msprobe-megatron summary {out}/run_001/tp2pp2",
         f"msprobe-megatron summary {out}/run_001/single",
+        f"msprobe-megatron compare {out}/run_001/single {out}/run_001/tp2pp2",
+        f"msprobe-megatron report {out}/run_001/tp2pp2 --against {out}/run_001/single --out {out}/run_001/report.html",
     ]
     flags = [set(re.findall(r"--\S+ \d\S*|--\S+", call)) for call in calls[:2]]
     layout = {"--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--nproc_per_node 4"}
