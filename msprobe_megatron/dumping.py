@@ -53,7 +53,6 @@ class Dumping:
         if asked is None:
             raise ConfigError(f"{config.source}: dump: missing; accepted: a section that says what to record")
         self.asked: DumpConfig = asked
-        self._clock = clock
         device = backends.select()
         slots = SlotTable(
             device.device,
@@ -140,7 +139,7 @@ class Dumping:
     def finish(self, complete: bool) -> StepBatch:
         """The step is over: its rows, ready for the writer."""
         self.remove()
-        sites = {"step": self._clock.step, "modules": self._modules.structure(), "apis": self._apis.structure}
+        sites = {"modules": self._modules.structure(), "apis": self._apis.structure}
         return self._probe.finish(complete, sites)
 
     def ledger(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 PATCH_MODULES = ("arguments", "training", "schedules", "recompute", "distributed")
@@ -224,9 +225,11 @@ def _alive(raw: Any) -> Any:
 
 
 def _aliases(original: Any, name: str, owner: Any) -> Iterable[Any]:
-    """Modules of Megatron that imported the original by name before it was patched."""
+    """Modules that imported the original by name before it was patched: Megatron's, and the host's own."""
     for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("megatron") and module is not owner and vars(module).get(name) is original:
+        if module is owner or not isinstance(module, ModuleType) or module_name.startswith("msprobe_megatron"):
+            continue
+        if vars(module).get(name) is original:
             yield module
 
 

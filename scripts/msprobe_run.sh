@@ -13,6 +13,7 @@ export MSPROBE_RECIPES=$scripts/recipes MSPROBE_SHIMS=$scripts/shims
 here=$MSPROBE_SHIMS
 # shellcheck source=scripts/shims/real.bash
 source "$MSPROBE_SHIMS/real.bash"
+require_kit
 export MSPROBE_PYTHON
 case :$PATH: in
     *":$MSPROBE_SHIMS:"*) ;;

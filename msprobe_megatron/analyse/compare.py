@@ -25,6 +25,7 @@ from msprobe_megatron.analyse.load import Run
 from msprobe_megatron.analyse.match import STATISTICS, Pairs, match
 from msprobe_megatron.analyse.order import causal_order, forward_places
 from msprobe_megatron.analyse.ranks import RankFinder
+from msprobe_megatron.analyse.summary import warnings
 from msprobe_megatron.analyse.tolerance import Floats, Scene, is_data, tolerances
 
 AGREE, DIVERGED_VERDICT, INCOMPARABLE = "agree", "diverged", "incomparable"
@@ -92,6 +93,7 @@ def compare(golden: Run, run: Run, step: int | None = None, noise: Run | None = 
         result,
         counts={state: counts.get(state, 0) for state in _STATES},
         layout=dict(Counter(text for text, state in zip(judgement.layout, states, strict=True) if state == "layout")),
+        hints=_told(golden, run),
         nearest=_nearest(pairs, judgement, states),
         table=_table(pairs, judgement, states, order),
     )
@@ -113,7 +115,7 @@ def compare(golden: Run, run: Run, step: int | None = None, noise: Run | None = 
         first_divergence=differences[0],
         suspects=differences[1:],
         replicas=replicas(finder, pairs, judgement, odd),
-        hints=hints(golden, run, pairs, states, by_themselves),
+        hints=[*hints(golden, run, pairs, states, by_themselves), *result.hints],
     )
 
 
@@ -137,6 +139,11 @@ def _measured(golden: Run, noise: Run, pairs: Pairs, step: int | None) -> tuple[
         by_key = dict(zip(keys, np.where(np.isfinite(measured), measured, 0.0), strict=True))
         found.append(_TIMES_NOISE * np.array([by_key.get(key, 0.0) for key in wanted]))
     return found[0], found[1]
+
+
+def _told(golden: Run, run: Run) -> list[str]:
+    """What the runs themselves say is missing: a comparison of half a run must not look like one of all of it."""
+    return [f"{side.path}: {text}" for side in (golden, run) for text in warnings(side)[:2]]
 
 
 def _nearest(pairs: Pairs, judgement: Judgement, states: Sequence[str]) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from msprobe_megatron.analyse.load import Run
-from msprobe_megatron.analyse.merge import labelled_query, merge_query
+from msprobe_megatron.analyse.merge import labelled_query, merge_query, micro_batch_size
 from msprobe_megatron.analyse.sketches import count, distances
 
 COMPARED = (
@@ -65,7 +65,7 @@ def match(golden: Run, run: Run, step: int | None = None) -> Pairs:
         connection.execute(
             f"create temp table {prefix} as select * from ({query}) where kind <> 'loss' and step in ({chosen})"  # noqa: S608
         )
-        connection.execute(_loss_rows(prefix, chosen))
+        connection.execute(_loss_rows(prefix, chosen, side, micro_batch_size(side, connection.table(f"{prefix}_rows"))))
     _join_recomputed(connection)
     connection.execute(_UNITS)
     for prefix in ("l", "r"):
@@ -106,12 +106,13 @@ def same_cuts(golden: Run, run: Run) -> bool:
     return cuts[0] == cuts[1] and others[0] == others[1]
 
 
-def _loss_rows(prefix: str, steps: str) -> str:
+def _loss_rows(prefix: str, steps: str, run: Run, micro_batch: int) -> str:
     """The mean loss of a step. Megatron's loss functions report a sum and a count, or a mean, for each microbatch.
 
     Some have already added them up over data-parallel ranks and some have not; the quotient of all sums and all
-    counts is the same in both cases.
+    counts is the same in both cases. It needs all microbatches.
     """
+    whole = int(run.facts.get("arguments", {}).get("global_batch_size") or 0)
     return f"""
     insert into {prefix} by name
     select step, 0 as samples_from, 0 as samples, 'forward' as phase, 'loss' as kind, name, 'output' as io,
@@ -119,13 +120,16 @@ def _loss_rows(prefix: str, steps: str) -> str:
         loss as min, loss as max, loss as sum, loss * loss as sumsq, abs(loss) as absmax,
         any_value(bad) as n_nan, any_value(bad) as bad, 0 as n_posinf, 0 as n_neginf, 0 as n_zero,
         0 as d_sum, 0 as d_norm, 0 as d_extreme, 0 as d_counts, false as d_digest, 1 as copies,
-        min(rank) as rank, max(seq) as seq, '' as reason, 1 as parts, '' as dims, 0 as quantum
+        min(rank) as rank, max(seq) as seq, 1 as parts, '' as dims, 0 as quantum,
+        case when any_value(covered) < {whole}
+            then 'only ' || any_value(covered) || ' of {whole} samples were recorded' else '' end as reason
     from (
         select step, name, op, dtype, rank, seq,
             sum(case when path in ('', '0') then sum end) over (partition by step, name)
                 / coalesce(sum(case when path = '1' then sum end) over (partition by step, name),
                            count(*) over (partition by step, name)) as loss,
-            sum(n_nan + n_posinf + n_neginf) over (partition by step, name) as bad
+            sum(n_nan + n_posinf + n_neginf) over (partition by step, name) as bad,
+            {micro_batch} * count(distinct (microbatch, dp)) over (partition by step, name) as covered
         from {prefix}_rows where kind = 'loss' and io = 'output' and path in ('', '0', '1') and step in ({steps})
     ) group by step, name, loss
     """  # noqa: S608

@@ -76,7 +76,9 @@ def merge_query(
 
 def labelled_query(connection: duckdb.DuckDBPyConnection, run: Run, step: int | None, prefix: str) -> str:
     """The rows with sketches as SQL: what they are, `part`, `samples_from` and the `factor` of their gradients."""
-    words = _register(connection, run, step, prefix, ("activation", "gradient", "parameter", "grad_reduced"), False)
+    # The loss rows hold the loss scale.
+    kinds = ("activation", "gradient", "parameter", "grad_reduced", "loss")
+    words = _register(connection, run, step, prefix, kinds, by_rank=False)
     return _filled(_SKETCHED, words)
 
 
@@ -141,7 +143,7 @@ def _rank_table(run: Run) -> pa.Table:
 def _layout_table(texts: list[str], sizes: dict[str, int], by_rank: bool) -> pa.Table:
     """One row a shard text: few of them, however many rows a run has."""
     layouts = [_layout(text, sizes) for text in texts]
-    columns: dict[str, list[Any]] = {"shard": texts}
+    columns: dict[str, list[Any]] = {"shard": texts, "layout": list(range(len(texts)))}
     for axis in _AXES:
         columns[f"cut_{axis}"] = [axis in layout.cut for layout in layouts]
     for name in ("tokens", "parts", "flat", "reason", "dims"):
@@ -195,7 +197,7 @@ with scales as (
     where kind = 'loss' and name = 'loss_scale' group by step
 ), labelled as (
     select step, microbatch, hash(phase, kind, name, io, path) as id, rank, seq, numel, min, max, sum, sumsq, absmax,
-        n_nan, n_posinf, n_neginf, n_zero, digest, parts, flat, reason, tokens, dims,
+        n_nan, n_posinf, n_neginf, n_zero, digest, layout,
         case when microbatch is null then 0
              when tokens = 'samples' then (microbatch * {dp_size} + dp) * {mbs}
              else microbatch * {dp_size} * {mbs} end as samples_from,
@@ -210,8 +212,7 @@ with scales as (
     from {rows} group by id
 ), replicas as (
     select step, microbatch, samples_from, samples, id, part,
-        any_value(tokens) as tokens, any_value(parts) as expected, any_value(reason) as reason,
-        any_value(dims) as dims,
+        min(layout) as layout,
         min(numel) as numel, min(min) as min, max(max) as max, min(sum) as sum, min(sumsq) as sumsq,
         max(absmax) as absmax, min(n_nan) as n_nan, min(n_posinf) as n_posinf, min(n_neginf) as n_neginf,
         min(n_zero) as n_zero, min(digest) as digest,
@@ -226,8 +227,7 @@ with scales as (
     from labelled group by step, microbatch, samples_from, samples, id, part
 ), whole as (
     select step, microbatch, samples_from, samples, id,
-        any_value(tokens) as tokens, any_value(expected) as expected_parts, any_value(reason) as why,
-        any_value(dims) as dims,
+        min(layout) as layout,
         sum(numel) as numel, min(min) as min, max(max) as max, sum(sum) as sum, sum(sumsq) as sumsq,
         max(absmax) as absmax, sum(n_nan) as n_nan, sum(n_posinf) as n_posinf, sum(n_neginf) as n_neginf,
         sum(n_zero) as n_zero, coalesce(sum(bad), 0) as bad, max(sumsq) as part_high, min(sumsq) as part_low,
@@ -241,7 +241,9 @@ with scales as (
 ), scaled as (
     select *, case kind when 'gradient' then {scale} * coalesce(loss_scale, 1)
                         when 'grad_reduced' then coalesce(loss_scale, 1) else 1 end as factor
-    from whole join names using (id) left join scales on scale_step = step
+    from whole join names using (id)
+        join (select layout, tokens, parts as expected_parts, reason as why, dims from {layouts}) using (layout)
+        left join scales on scale_step = step
 )
 select {key}, tokens, op, dtype, global_shape, numel, min / factor as min, max / factor as max, sum / factor as sum,
     sumsq / (factor * factor) as sumsq, absmax / factor as absmax, n_nan, n_posinf, n_neginf, n_zero, bad, digest,

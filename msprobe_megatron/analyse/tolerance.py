@@ -131,12 +131,14 @@ def tolerances(pairs: Pairs, scene: Scene) -> Allowed:
     kinds = pairs["kind"]
     weight_gradient = np.isin(kinds, ("grad_reduced", "grad_clipped", "optimizer_state", "update"))
     length = np.where(weight_gradient, scene.tokens, scene.reduction)
-    noise = (scene.eps + EPS32 * np.sqrt(length)) * np.sqrt(1 + 2 * depths(pairs, scene.layers))
+    depth = depths(pairs, scene.layers)
+    noise = (scene.eps + EPS32 * np.sqrt(length)) * np.sqrt(1 + 2 * depth)
     parameters = kinds == "parameter"
     own_eps = np.array([max(EPS.get(a, 0.0), EPS.get(b, 0.0)) for a, b in _dtypes(pairs)])
     same_dtype = pairs["dtype_l"] == pairs["dtype_r"]
     noise[parameters] = np.where(same_dtype, 0.0, own_eps)[parameters]
-    drift = _drift(pairs, scene, parameters)
+    # Every layer on the way has weights that have moved.
+    drift = _drift(pairs, scene, parameters) * np.where(parameters, 1.0, np.sqrt(1 + depth / 2))
     updates = kinds == "update"
     noise[updates] = np.sqrt(np.minimum(noise[updates], 1.0))
     numel = np.maximum(np.nan_to_num(pairs["numel_l"].astype(np.float64)), 1.0)
@@ -154,7 +156,7 @@ def _quantum(pairs: Pairs, numel: Floats) -> Floats:
     """Relative noise of tensors whose numbers come near the smallest of their dtype, and of gradients made of them."""
     with np.errstate(all="ignore"):
         quantum = np.maximum(np.nan_to_num(pairs["quantum_l"]), np.nan_to_num(pairs["quantum_r"]))
-        own = np.nan_to_num(quantum * np.sqrt(numel) / np.sqrt(pairs["sumsq_l"]), posinf=1.0)
+        own: Floats = np.nan_to_num(quantum * np.sqrt(numel) / np.sqrt(pairs["sumsq_l"]), posinf=1.0)
     if not own.any():
         return np.zeros(len(pairs))
     worst: dict[str, float] = {}

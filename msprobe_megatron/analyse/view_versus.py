@@ -195,7 +195,7 @@ def verdict_against(comparison: Comparison, alone: Verdict) -> Verdict:
         left_out = counts.get("layout", 0)
         if left_out:
             text += f" {left_out:,} could not be compared."
-        head = "Agrees with the golden run" if alone.tone != "bad" else f"Agrees with the golden run. {alone.headline}"
+        head = "Agrees with the golden run" if alone.tone == "good" else f"Agrees with the golden run. {alone.headline}"
         good = Finding("good", "Same computation", text)
         return Verdict(alone.tone, head, [good, *alone.findings], alone.steps)
     if comparison.verdict == "incomparable" or first is None:

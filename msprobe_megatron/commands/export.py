@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msprobe_megatron.commands import OK
+
+if TYPE_CHECKING:
+    from msprobe_megatron.analyse.load import Run
 
 HELP = "write a run for other tools: CSV, TensorBoard, msprobe's dump files, its trend and graph viewers"
 EXAMPLE = "msprobe-megatron export probe_out --format csv --out tensors.csv"
@@ -29,17 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by-rank", action="store_true", help="csv: rows of ranks as they are, shards not put together"
     )
+    parser.add_argument("--step", type=int, default=None, help="only this step")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from msprobe_megatron.analyse.load import open_run
     from msprobe_megatron.analyse.view_table import open_view
 
     out = Path(arguments.out or FORMATS[arguments.format])
     if arguments.format == "msprobe":
         return _msprobe(arguments, out)
-    view = open_view(open_run(arguments.path))
+    view = open_view(_opened(arguments))
     if arguments.format == "csv":
         from msprobe_megatron.analyse.view_export import RANK_COLUMNS, WHOLE_COLUMNS, rank_rows, whole_rows
         from msprobe_megatron.report.csv_table import csv_chunks
@@ -71,11 +75,22 @@ def run(arguments: argparse.Namespace) -> int:
     return OK
 
 
+def _opened(arguments: argparse.Namespace) -> Run:
+    from msprobe_megatron.analyse.load import RunError, open_run
+
+    run = open_run(arguments.path)
+    if arguments.step is None:
+        return run
+    if arguments.step not in run.steps:
+        raise RunError(f"{run.path}: no rows of step {arguments.step}; recorded steps: {run.steps or 'none'}")
+    run.files = [entry for entry in run.files if entry[0] == arguments.step]
+    return run
+
+
 def _msprobe(arguments: argparse.Namespace, out: Path) -> int:
-    from msprobe_megatron.analyse.load import open_run
     from msprobe_megatron.exchange.export import export_msprobe
 
-    folders = export_msprobe(open_run(arguments.path), out)
+    folders = export_msprobe(_opened(arguments), out)
     if arguments.json:
         print(json.dumps({"folder": str(out), "dumps": folders}))
     else:

@@ -136,7 +136,16 @@ def token_loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[s
     """Sum over the tokens of this rank, their number, and both for the log."""
     total = losses.float().sum()
     count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
-    return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
+    return total, count * _multiplied_by(), {"lm loss": torch.stack([total.detach(), count.float()])}
+
+
+def _multiplied_by() -> int:
+    """What the schedule multiplies the mean by: in 0.12 alone, the number of context-parallel ranks."""
+    from megatron.core import package_info, parallel_state
+
+    if (package_info.MAJOR, package_info.MINOR) == (0, 12):
+        return int(parallel_state.get_context_parallel_world_size())
+    return 1
 
 
 def _mean_loss(totals: list[Any]) -> float | None:

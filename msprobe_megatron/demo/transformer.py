@@ -48,6 +48,9 @@ def build_config(args: Namespace) -> Any:
         "virtual_pipeline_model_parallel_size": args.virtual_pipeline_model_parallel_size,
         "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
+        # Their names until 0.10; known() keeps those that the release has.
+        "first_pipeline_num_layers": args.decoder_first_pipeline_num_layers,
+        "last_pipeline_num_layers": args.decoder_last_pipeline_num_layers,
         "context_parallel_size": args.context_parallel_size,
         "sequence_parallel": args.sequence_parallel,
         "overlap_p2p_comm": args.overlap_p2p_comm,

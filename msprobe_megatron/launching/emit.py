@@ -12,8 +12,8 @@ from msprobe_megatron.launching.command_line import RUN
 # A command over continuation lines that calls a launcher and names a script.
 _LAUNCHER = re.compile(r"(?:^|\s)(?:torchrun|python3?\s+-m\s+torch\.distributed\.(?:launch|run))\s")
 _SCRIPT = re.compile(r"(?<=\s)(\"?\$\{?\w*SCRIPT\w*\}?\"?|[^\s$\"']*\.py)(?=\s|$)")
-# Where the script's arguments end: a pipe, a redirection, a background job, the next command.
-_END = re.compile(r"\s*(\|{1,2}|\d?>{1,2}|&{1,2}|;)")
+# What is passed over as a whole, or ends the arguments: a pipe, a redirection, a background job, a next command.
+_PIECES = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?P<end>(?<=\s)\d>|[|>&;])""", re.DOTALL)
 
 
 def emit(recipe: str, appended: Sequence[str], source: str) -> str:
@@ -56,10 +56,10 @@ def _rewrite(command: str, appended: Sequence[str]) -> str:
     if script is None:
         return command
     head, tail = command[: script.start()], command[script.end() :]
-    end = _END.search(tail)
-    at = end.start() if end is not None else len(tail.rstrip().rstrip("\\").rstrip())
+    end = next((piece.start("end") for piece in _PIECES.finditer(tail) if piece["end"]), None)
+    at = end if end is not None else len(tail)
     # A line for each flag, in the recipes' own manner.
     flags = "".join((" \\\n    " if word.startswith("--") else " ") + shlex.quote(word) for word in appended)
     arguments = tail[:at].rstrip().rstrip("\\").rstrip()
-    rest = f" \\\n    {tail[end.start(1) :]}" if end is not None else "\n"
+    rest = f" \\\n    {tail[end:]}" if end is not None else "\n"
     return f"{head}-m {RUN} {script.group()}{arguments}{flags}{rest}"

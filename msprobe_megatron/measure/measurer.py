@@ -47,15 +47,15 @@ class Measurer:
         self._slots, self._addresses = slots, slots.addresses
         self._numbered, self._cells = digest or sketch > 0, sketch
         kernel = native.kernel()
-        self._compiled = None
+        self.compiled: Compiled | None = None
         if kernel is not None and slots.on_host:
-            self._compiled = Compiled(kernel, digest=digest, sketch=sketch)
+            self.compiled = Compiled(kernel, digest=digest, sketch=sketch)
         self.kernel = f"torch: {native.why_not()}" if kernel is None else kernel.level
         """By what host memory is read: the level of the kernel, or torch and why."""
 
     def __call__(self, x: torch.Tensor, slot: int, numbering: Numbering | None = None) -> bool:
         """Measure ``x`` into ``slot``; False, with the slot untouched, when ``x`` is not measurable."""
-        if self._compiled is not None and self._compiled(x, self._addresses[slot], numbering):
+        if self.compiled is not None and self.compiled(x, self._addresses[slot], numbering):
             return True
         floats = self._slots.floats(slot)
         if not measure_into(x, floats, self._slots.counts(slot)):

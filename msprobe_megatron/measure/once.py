@@ -83,12 +83,12 @@ class SeenTensors:
         """
         if key is None:
             return
-        storage = x.untyped_storage()
-        held = self._storages.get(storage._cdata)
+        cdata: Any = key[0]
+        held = self._storages.get(cdata)
         if held is None:
             if len(self._storages) >= self._prune_at:
                 self._prune()
-            held = self._storages[storage._cdata] = (_weak(storage), [])
+            held = self._storages[cdata] = (_weak(x.untyped_storage()), [])
         held[1].append(key)
         self._slots[key] = slot
 

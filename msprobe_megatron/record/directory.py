@@ -22,6 +22,7 @@ from msprobe_megatron.record.safe_files import (
     open_directory,
     refuse_open_to_all,
     replace_file,
+    sync,
 )
 
 if TYPE_CHECKING:
@@ -152,7 +153,32 @@ class RunDirectory:
         # The step of a small model has a few hundred rows: there the compressor costs more than all the rest.
         dense = table.num_rows > _MANY_ROWS and pa.Codec.is_available("zstd")
         compression = "zstd" if dense else "snappy"
-        return self.write_file(relative, lambda file: pq.write_table(table, file, compression=compression))
+        return self.write_file(
+            relative, lambda file: pq.write_table(table, file, compression=compression, write_statistics=dense)
+        )
+
+    def repeat_file(self, relative: str, again: str) -> int | None:
+        """Give a finished file a second name, for content that repeats; None where the file system has no links.
+
+        Returns its size.
+        Files of a run are never changed, only replaced, so that sharing the bytes is safe.
+
+        Example::
+
+            directory.repeat_file("step_000010/rank_00003/sites.json", "step_000011/rank_00003/sites.json")
+        """
+        *folders, name = components(relative)
+        *new_folders, new_name = components(again)
+        with (
+            directory_below(self._descriptor, folders, str(self.path)) as old,
+            directory_below(self._descriptor, new_folders, str(self.path)) as new,
+        ):
+            try:
+                os.link(name, new_name, src_dir_fd=old, dst_dir_fd=new, follow_symlinks=False)
+            except OSError:
+                return None
+            sync(new)
+            return os.stat(new_name, dir_fd=new, follow_symlinks=False).st_size
 
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add one line to ``events.jsonl``, in one write: ranks append at the same time.

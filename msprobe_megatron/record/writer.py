@@ -113,7 +113,8 @@ class Writer:
         self._closing = self._faulted = False
         self._pid = os.getpid()
         self.counts = WriterCounts()
-        self._sites: dict[str, tuple[Any, str]] = {}
+        self._sites: dict[str, Any] | None = None
+        self._sites_path = ""
         # At once and not with the first batch: an interpreter that is shutting down starts no threads.
         self._thread = threading.Thread(target=self._run, name="msprobe-writer", daemon=True)
         self._thread.start()
@@ -245,16 +246,16 @@ class Writer:
             {**table.schema.metadata, b"complete": b"true" if batch.complete else b"false"}
         )
         # Sites first: who sees records then also finds what they point to.
-        sites = self._sites_text(batch.sites)
-        size = self._directory.write_file(f"{folder}/sites.json", lambda file: put(file, sites))
+        size = self._write_sites(batch.sites, f"{folder}/sites.json")
         return size + self._directory.write_table(f"{folder}/records.parquet", table)
 
-    def _sites_text(self, sites: Mapping[str, Any]) -> bytes:
-        """The sites as JSON. What is the same object as in the last step is not turned into text again."""
-        pieces = {
-            key: held if (held := self._sites.get(key)) is not None and held[0] is value else (value, json_text(value))
-            for key, value in sites.items()
-        }
-        self._sites = pieces
-        text = ",\n ".join(f"{json_text(key)}: {piece[1]}" for key, piece in pieces.items())
-        return f"{{{text}}}".encode("ascii")
+    def _write_sites(self, sites: Mapping[str, Any], path: str) -> int:
+        """The sites as JSON; those of most steps are the very objects of the step before, and so is the file."""
+        last = self._sites
+        same = last is not None and last.keys() == sites.keys() and all(last[key] is sites[key] for key in sites)
+        if same and (repeated := self._directory.repeat_file(self._sites_path, path)) is not None:
+            return repeated
+        text = ",\n ".join(f"{json_text(key)}: {json_text(value)}" for key, value in sites.items())
+        size = self._directory.write_file(path, lambda file: put(file, f"{{{text}}}".encode("ascii")))
+        self._sites, self._sites_path = dict(sites), path
+        return size

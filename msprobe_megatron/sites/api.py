@@ -19,6 +19,7 @@ from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.sites import mode_stack
 from msprobe_megatron.sites.api_names import name_of
 from msprobe_megatron.sites.arguments import Found, find_tensors, own_work
+from msprobe_megatron.sites.compiled_regions import CompiledRegions
 from msprobe_megatron.sites.frames import ModuleFrames, Running
 from msprobe_megatron.sites.stacks import call_stack
 from msprobe_megatron.topology.places import Place
@@ -77,6 +78,7 @@ class ApiSite:
         self._frames, self._sink, self._clock, self._fault = frames, sink, clock, fault
         self._preset, self._stacks, self._next_site = preset, stacks, first_site
         self._mode = _Mode(self)
+        self._regions = CompiledRegions(self._mode)
         self._function_apply: Any = None
         self._calls: dict[tuple[str, int, str, int], _Call | None] = {}
         self._inside = 0
@@ -96,6 +98,7 @@ class ApiSite:
         _FUNCTION.apply = classmethod(self._apply(self._function_apply.__func__))
         mode_stack.push(self._mode)
         self._frames.mode = self._mode
+        self._regions.install()
 
     def remove(self) -> None:
         """See no more calls; gradients that still arrive are ignored. Safe to call twice."""
@@ -103,6 +106,7 @@ class ApiSite:
             return
         self.active = False
         self._frames.mode = None
+        self._regions.remove()
         mode_stack.take_out(self._mode)
         _FUNCTION.apply = self._function_apply
 

@@ -20,6 +20,11 @@ def any_is_on() -> bool:
     return _stack._get_current_function_mode() is not None
 
 
+def is_on(mode: TorchFunctionMode) -> bool:
+    """Whether this mode is the one that sees calls first."""
+    return _stack._get_current_function_mode() is mode
+
+
 def take_out(mode: TorchFunctionMode) -> None:
     """Switch a mode off, wherever others that were entered or left meanwhile have put it.
 

@@ -53,13 +53,14 @@ class _Places(NamedTuple):
 class _Watched:
     """One module under watch: its places, made when first needed."""
 
-    __slots__ = ("calls", "chunk", "current", "entry", "layout", "parameters", "places", "site")
+    __slots__ = ("calls", "chunk", "current", "entry", "hooks", "layout", "parameters", "places", "site")
 
     def __init__(self, entry: names.NamedModule, chunk: int, layout: ChunkLayout, site: int) -> None:
         self.entry, self.chunk, self.layout, self.site = entry, chunk, layout, site
         self.places: dict[tuple[str, str], _Places] = {}
         self.parameters = _parameter_names(entry.module)
         self.calls: dict[tuple[str, Moment], int] = {}
+        self.hooks: tuple[Any, Any] | None = None
         self.current: tuple[str, Moment, int] = ("forward", Moment(0, 0), 0)
 
 
@@ -107,8 +108,9 @@ class ModuleSite:
         for watched in self.watched:
             watched.calls.clear()
             module = watched.entry.module
-            self._handles.append(module.register_forward_pre_hook(self._before(watched), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after(watched), with_kwargs=True))
+            before, after = watched.hooks or self._make_hooks(watched)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     def pause(self) -> None:
         """Leave the hooks in place and ignore what they see."""
@@ -117,6 +119,10 @@ class ModuleSite:
     def resume(self) -> None:
         """See again."""
         self._active = True
+
+    def _make_hooks(self, watched: _Watched) -> tuple[Any, Any]:
+        watched.hooks = (self._before(watched), self._after(watched))
+        return watched.hooks
 
     def remove(self) -> None:
         """Take all hooks away; gradients that still arrive are ignored."""

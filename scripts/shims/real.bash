@@ -22,3 +22,12 @@ real_program() {
 if [ -z "${MSPROBE_PYTHON:-}" ]; then
     MSPROBE_PYTHON=$(real_program python3 2>/dev/null || real_program python) || exit 127
 fi
+
+# A sentence instead of Python's traceback where the kit is missing.
+require_kit() {
+    if ! "$MSPROBE_PYTHON" -c 'import msprobe_megatron.launching' >/dev/null 2>&1; then
+        printf 'msprobe: the kit is not installed in %s; accepted: pip install -e %s, or MSPROBE_PYTHON=…\n' \
+            "$MSPROBE_PYTHON" "$(cd -- "$here/../.." && pwd -P)" >&2
+        exit 2
+    fi
+}

@@ -10,6 +10,8 @@ from tests.forked import run_forked
 
 _MOE = LAYOUTS["moe"].flags
 _ROPE = "--position-embedding-type rope"
+# The norm of keys has a bias whose gradient is zero but for rounding; without learned positions the embedding scatters.
+_NORMS = f"--untie-embeddings-and-output-weights --normalization LayerNorm --qk-layernorm --num-query-groups 2 {_ROPE}"
 MORE = {
     "tp2_ep2": Layout(
         2,
@@ -23,6 +25,11 @@ MORE = {
     "mbs1_dp2": Layout(2, "--micro-batch-size 1"),
     "rope": Layout(1, _ROPE, "rope"),
     "rope_cp2": Layout(2, f"{_ROPE} --context-parallel-size 2", "rope"),
+    "moe_tp2": Layout(2, f"{_MOE} --tensor-model-parallel-size 2 --sequence-parallel", "moe"),
+    "fp16": Layout(1, "--fp16 --loss-scale 1024", "fp16"),
+    "fp16_tp2": Layout(2, "--fp16 --loss-scale 1024 --tensor-model-parallel-size 2", "fp16"),
+    "qk_norm": Layout(1, _NORMS, "qk_norm"),
+    "qk_norm_tp2_sp": Layout(2, f"{_NORMS} --tensor-model-parallel-size 2 --sequence-parallel", "qk_norm"),
     "wider": Layout(1, "--ffn-hidden-size 128"),
 }
 
@@ -34,6 +41,8 @@ class Runs:
         self._jobs, self._root = jobs, root
         more = {"both.yaml": ("[0, 2]", ""), "first.yaml": ("[0]", "")}
         more["sketches.yaml"] = ("[0]", ", digest: true, sketch: 256")
+        more["second.yaml"] = ("[0]", ", microbatches: [1]")
+        more["rank0.yaml"] = ("[0]\nranks: [0]", "")
         for name, (steps, measures) in more.items():
             (root / name).write_text(f"steps: {steps}\ndump: {{level: L0, task: statistics{measures}}}\n")
 
@@ -50,6 +59,10 @@ class Runs:
     def sketched(self, layout: str, fault: str = "none") -> Path:
         """Step 0 with digests and sketches."""
         return self._trained(layout, fault, "sketches.yaml", 1)
+
+    def partly(self, layout: str, probe: str) -> Path:
+        """Step 0 of only the `second` microbatch, or of `rank0` only."""
+        return self._trained(layout, "none", f"{probe}.yaml", 1)
 
     def _trained(self, layout: str, fault: str, probe: str, steps: int) -> Path:
         out = self._root / f"{layout}_{fault}_{probe.removesuffix('.yaml')}"

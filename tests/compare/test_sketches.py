@@ -9,6 +9,7 @@ from msprobe_megatron.analyse.match import match
 
 _PAIRS = [
     *(("single", layout) for layout in ("tp2", "tp2_sp", "cp2", "pp2_vpp2", "dp2_distopt")),
+    *(("qk_norm", "qk_norm_tp2_sp"), ("fp16", "fp16_tp2")),
     *(("moe", "ep2"), ("bf16", "bf16_tp2"), ("tp2_sp", "cp2")),
 ]
 

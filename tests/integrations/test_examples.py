@@ -1,4 +1,4 @@
-"""scripts/examples: each trains under two-rank DDP, alone and under the kit, with the same losses."""
+"""scripts/examples: each trains under two-rank DDP and the kit; that no bit changes is tested in test_plain_torch."""
 
 import json
 import re
@@ -34,6 +34,3 @@ def test_example(name, tmp_path):
     found = rows(tmp_path / "out", 2, rank=1)
     assert {r["kind"] for r in found} >= {"activation", "gradient", "parameter", "grad_reduced"}
     assert json.loads((tmp_path / "out/run.json").read_text())["world"] == 2
-    if name == "dit":
-        # One of them also without the kit: the other two take the same way.
-        assert train(name, "--steps", "3") == losses

@@ -1,8 +1,10 @@
 """Callbacks of other frameworks: against stand-ins that call them as the frameworks do, and the real class if there."""
 
 import importlib.util
+import os
 import subprocess
 import sys
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -85,10 +87,15 @@ def slime(folder):
     from msprobe_megatron.integrations import slime as adapter
 
     chunks, make_optimizer, train = tiny_megatron()
-    adapter.init(SimpleNamespace(msprobe_config=str(folder / "probe.yaml")))
     import megatron.core.optimizer as module
 
-    assert hasattr(module.get_megatron_optimizer, "__msprobe_patch__")
+    # Its own module has bound the function by name long before.
+    own = types.ModuleType("slime_like_model")
+    own.get_megatron_optimizer = module.get_megatron_optimizer
+    sys.modules[own.__name__] = own
+    adapter.init(SimpleNamespace(msprobe_config=str(folder / "probe.yaml")))
+    assert own.get_megatron_optimizer is module.get_megatron_optimizer
+    assert hasattr(own.get_megatron_optimizer, "__msprobe_patch__")
     optimizer = make_optimizer()
     for index in range(3):
         train(optimizer, index)
@@ -111,6 +118,26 @@ def verl(folder):
     session.close()
     reference.close()
     return [session.steps_recorded, reference.steps_recorded]
+
+
+def only_the_first(folder):
+    """A job of which one rank was started without the kit, as on a node where the wrapper was forgotten."""
+    from msprobe_megatron.demo.pretrain_gpt import run
+
+    flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1"
+    argv = [*flags.split(), "--train-iters", "3", "--tensor-model-parallel-size", "2"]
+    if os.environ["RANK"] == "0":
+        argv += ["--msprobe-config", str(folder / "probe.yaml")]
+    return run(argv).losses
+
+
+def test_a_rank_without_the_kit_does_not_hang_the_others(tmp_path):
+    probe(tmp_path, "[1]")
+    first, second = run_forked(2, only_the_first, tmp_path)
+    assert len(first) == 3
+    assert first == second
+    assert steps(tmp_path / "out") == [1]
+    assert [path.name for path in (tmp_path / "out/step_000001").iterdir()] == ["rank_00000"]
 
 
 @pytest.mark.parametrize("framework", [bridge, swift])

@@ -79,14 +79,17 @@ def test_recorded_numbers_are_those_of_the_tensors(tmp_path):
     assert table["gradient", "model", "output"]["sum"] == 6
 
 
-def test_evaluation_in_the_middle_of_a_step_is_not_recorded(tmp_path):
+@pytest.mark.parametrize("level", ["L0", "mix"])
+def test_evaluation_in_the_middle_of_a_step_is_not_recorded(tmp_path, level):
     counts = []
     for evaluate in (False, True):
         folder = tmp_path / str(evaluate)
         folder.mkdir()
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with attach(model, optimizer, probe(folder)):
+        config = probe(folder)
+        config.write_text(config.read_text().replace("L0", level))
+        with attach(model, optimizer, config):
             train(model, optimizer, evaluate=evaluate)
         counts.append([(r["seq"], r["kind"], r["name"], r["microbatch"]) for r in rows(folder / "out", 2)])
     assert counts[0] == counts[1]

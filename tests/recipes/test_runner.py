@@ -154,6 +154,13 @@ def test_mistakes_are_one_sentence(bench, words, complaint):
     assert bench.called() == []
 
 
+def test_a_python_without_the_kit_is_named(bench):
+    done = bench.run("--config", "probe.yaml", "--", bench.recipe(TORCHRUN), MSPROBE_PYTHON="/bin/false")
+    assert done.returncode == 2
+    assert "the kit is not installed in /bin/false" in done.stderr
+    assert bench.called() == []
+
+
 def test_emit_writes_a_copy_that_runs_alone(bench):
     recipe = bench.recipe(TORCHRUN)
     done = bench.run("--overlay", "modellink/llama2_7b", "--emit", "probed.sh", "--config", "probe.yaml", "--", recipe)
@@ -173,7 +180,7 @@ def test_a_real_job_with_the_real_launcher(tmp_path):
     )
     recipe = tmp_path / "recipe.sh"
     recipe.write_text(
-        f'GPT_ARGS="{flags} --tensor-model-parallel-size 2"\n'
+        f'GPT_ARGS="{flags} --train-iters 2 --tensor-model-parallel-size 2"\n'
         "torchrun --standalone --nproc_per_node 2 -m msprobe_megatron.demo.pretrain_gpt $GPT_ARGS | tee log.txt\n"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MSPROBE")}
@@ -185,8 +192,3 @@ def test_a_real_job_with_the_real_launcher(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.name for path in (tmp_path / "out/step_000001").iterdir()) == ["rank_00000", "rank_00001"]
-    recipe.write_text(recipe.read_text().replace("--num-layers 2", "--num-layers two"))
-    failed = subprocess.run(
-        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert failed.returncode not in (0, 2), failed.stdout

@@ -32,6 +32,11 @@ def main(folder: str) -> None:
             "nan": page_data(open_run("tp2_pp2_nan")),
             "diverged": page_data(open_run("tp2_pp2_new"), golden),
         }
+        heads = {kind: data["verdict"]["headline"] for kind, data in pages.items()}
+        expected = {"healthy": "Agrees with the golden run", "nan": "Non-finite since step 12"}
+        expected["diverged"] = "Diverged at step 6 in decoder.layers.1.self_attention.core_attention"
+        if heads != expected:
+            sys.exit(f"these runs are not what the pictures are to show: {heads}")
         browser = open_browser(Path(name, "profile"))
         for kind, data in pages.items():
             file = Path(name, f"{kind}.html")

@@ -236,7 +236,8 @@ def test_events_stand_on_a_time_line(browser, pages, tmp_path):
     load(browser, path)
     tab(browser, "log")
     dots = browser.find_elements("css selector", "svg[aria-label='events by step'] circle")
-    assert len(dots) == 3 and dots[0].get_attribute("cx") == dots[1].get_attribute("cx") < dots[2].get_attribute("cx")
+    places = [float(dot.get_attribute("cx")) for dot in dots]
+    assert len(places) == 3 and places[0] == places[1] < places[2]
     assert "<i>loss rose</i>" in text(browser, "#tab-log") and "no step" in text(browser, "#tab-log")
     assert quiet(browser)
 
@@ -245,7 +246,8 @@ def test_a_stage_is_marked_only_for_what_its_own_ranks_hold(browser, pages):
     load(browser, pages.page("overflow"))
     tab(browser, "where")
     marks = browser.execute_script("""
-        return [...document.querySelectorAll('.tree .node[data-name=model]')].map((n) => n.innerText.includes("non-finite"))
+        const nodes = [...document.querySelectorAll('.tree .node[data-name=model]')];
+        return nodes.map((node) => node.innerText.includes("non-finite"));
     """)
     # At the first bad step, in the forward direction, only the second stage's model has seen it.
     assert marks == [False, True]

@@ -192,6 +192,13 @@ def test_graph_database(pages, tmp_path):
         assert "transformer_layer.py" in json.loads(stack[0])[0]
 
 
+def test_one_step_alone(pages, tmp_path, capsys):
+    with export(pages, tmp_path / "one.csv", "csv", "overflow", "--step", "2").open(newline="") as file:
+        assert {row["step"] for row in csv.DictReader(file)} == {"2"}
+    assert main(["export", str(pages.run("overflow")), "--format", "csv", "--step", "77"]) == 2
+    assert "recorded steps: [0, 1, 2, 3, 4]" in capsys.readouterr().err
+
+
 def test_refusals(pages, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["export", str(pages.run("overflow")), "--format", "xml"])

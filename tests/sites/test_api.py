@@ -207,3 +207,23 @@ def test_selection(watch):
 def test_presets(function, core, focus, all_):
     found = [name_of(function, preset) is not None for preset in ("core", "focus", "all")]
     assert found == [core, focus, all_]
+
+
+def test_compiled_code_is_not_compiled_again(watch):
+    """A mode that is on makes torch.compile trace it into other kernels; so it is off in compiled code."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: F.silu(x) * x, backend=backend)
+    x = torch.randn(4)
+    want = function(x)
+    _, site = watch(nn.Module())
+    assert torch.equal(function(x), want)
+    assert len(compiled) == 1
+    assert torch.overrides._get_current_function_mode() is site._mode
+    site.remove()
+    assert torch.equal(function(x), want) and len(compiled) == 1
+    assert torch._dynamo.eval_frame.set_eval_frame is torch._C._dynamo.eval_frame.set_eval_frame

@@ -1,0 +1,74 @@
+"""Keeps the mode that sees API calls out of what `torch.compile` runs.
+
+A mode that is on makes dynamo compile anew, with the mode traced into the graph: other kernels, other bits. Dynamo says
+through one function of its own when compiled code begins and ends in a thread; the mode is off exactly in between.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from msprobe_megatron.sites import mode_stack
+
+_EVAL_FRAME = "torch._dynamo.eval_frame"
+_SETTERS = ("set_eval_frame", "_maybe_set_eval_frame")  # one function, or one that calls the other
+
+
+class CompiledRegions:
+    """Switches a mode off in compiled code, between `install` and `remove`.
+
+    Example::
+
+        regions = CompiledRegions(mode)
+        regions.install(); ...; regions.remove()
+    """
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        self._mode = mode
+        self._module: Any = None
+        self._originals: dict[str, Any] = {}
+        self._thread = threading.local()
+
+    def install(self) -> None:
+        """Listen to dynamo, if the job has imported it."""
+        module: Any = sys.modules.get(_EVAL_FRAME)
+        if module is None:
+            return
+        self._module = module
+        for name in _SETTERS:
+            if hasattr(module, name):
+                self._originals[name] = getattr(module, name)
+                setattr(module, name, self._listening(self._originals[name]))
+
+    def remove(self) -> None:
+        """Leave dynamo as it was."""
+        for name, original in self._originals.items():
+            setattr(self._module, name, original)
+        self._originals.clear()
+
+    def _listening(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        mode, thread = self._mode, self._thread
+
+        def set_eval_frame(callback: Any) -> Any:
+            if callable(callback):
+                if mode_stack.is_on(mode):
+                    mode_stack.take_out(mode)
+                    thread.taken = True
+                return original(callback)
+            before = original(callback)
+            if getattr(thread, "taken", False):
+                thread.taken = False
+                mode_stack.push(mode)
+            return before
+
+        # It is called with dynamo still on, which must not take it for code of the job.
+        skip = getattr(torch._C._dynamo.eval_frame, "skip_code", None)
+        if skip is not None:
+            skip(set_eval_frame.__code__)
+        return set_eval_frame
