@@ -207,11 +207,12 @@ def test_close_writes_what_waits_and_is_idempotent(gate: Gate, faults: list[Base
 
 def test_forked_child_refuses_without_touching_a_lock(gate: Gate, faults: list[BaseException]) -> None:
     writer = Writer(gate, IDENTITY, 1 << 20, faults.append)
+    offered = batch(5)  # made here: torch may have threads that the child has not
     with writer._changed:  # held at the moment of the fork, so held for ever in the child
         pid = os.fork()
         if pid == 0:
             try:
-                ok = writer.submit(batch(5)) is False and writer.flush() is True and writer.close() is True
+                ok = writer.submit(offered) is False and writer.flush() is True and writer.close() is True
                 os._exit(0 if ok and writer.counts.steps_dropped == 0 else 1)
             finally:
                 os._exit(2)
