@@ -193,11 +193,15 @@ class Session:
     def schedule_end(self) -> None:
         """The schedule returned; without an optimizer the step ends here."""
         self.in_schedule = False
-        if self._recording:
-            self.dump.calls_end()
+        self._calls_end()
         if self._optimizer is None:
             self.optimizer_begin()
             self.optimizer_end()
+
+    @guarded
+    def _calls_end(self) -> None:
+        if self._recording:
+            self.dump.calls_end()
 
     @guarded
     def microbatch_begin(self, model: Any, microbatch: int | None, store: list[Any]) -> None:
@@ -230,13 +234,17 @@ class Session:
     def aside(self) -> Iterator[None]:
         """While the model runs without gradients: an evaluation in the middle of a step is not of the step."""
         paused = self._recording
-        if paused:
-            self.dump.pause()
+        self._switch(on=False)
         try:
             yield
         finally:
-            if paused and self._recording:
-                self.dump.resume()
+            if paused:
+                self._switch(on=True)
+
+    @guarded
+    def _switch(self, *, on: bool) -> None:
+        if self._recording:
+            (self.dump.resume if on else self.dump.pause)()
 
     def step(self) -> None:
         """End the step by hand, where no optimizer was given or its step was skipped; else it changes nothing.
@@ -262,6 +270,7 @@ class Session:
             yield
         self.memory_changed()
 
+    @guarded
     def memory_changed(self) -> None:
         """Tensors may have changed without their version counters telling."""
         self.dump.memory_changed()

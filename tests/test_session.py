@@ -153,6 +153,16 @@ def test_a_step_that_is_never_reached_is_told(tmp_path):
     assert any("step 40" in text and "last step was 3" in text for text in warnings)
 
 
+def test_what_the_memory_limit_leaves_out_is_told(tmp_path):
+    (plain,) = run_forked(1, train, job())
+    config = probe_file(tmp_path, "steps: [1]\nlimits: {host_memory: 1MiB}\ndump: {level: L0}\n")
+    (found,) = run_forked(1, train, job(config, tmp_path / "out"))
+    assert found["losses"] == plain["losses"]
+    run = open_run(tmp_path / "out")
+    assert run.ranks[0]["ledger"]["no_room"] > 0
+    assert any("limits.host_memory" in text for text in summarise(run).warnings)
+
+
 # Refusals: before training, one line, exit code 2.
 
 

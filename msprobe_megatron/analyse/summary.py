@@ -148,8 +148,12 @@ def warnings(run: Run) -> list[str]:
         if not facts.get("closed", False):
             found.append(f"rank {rank}: the job ended without closing the run; steps that are here are whole")
         written = ledger.get("written", {})
-        if written.get("dropped_rows") or written.get("steps_dropped"):
-            found.append(f"rank {rank}: rows were dropped: {written}")
+        if written.get("rows_dropped") or written.get("steps_dropped"):
+            found.append(f"rank {rank}: {written.get('rows_dropped', 0)} rows could not be written")
+        if ledger.get("no_room"):
+            found.append(
+                f"rank {rank}: {ledger['no_room']} tensors were left out; limits.host_memory is too small for them"
+            )
         for text in ledger.get("unmatched", []):
             patterns[text] = patterns.get(text, 0) + 1
     found.extend(

@@ -26,6 +26,7 @@ from msprobe_megatron.topology.layers import layer_of
 from msprobe_megatron.topology.places import Layout, Place
 
 _kind_of: Callable[[Row], str] = attrgetter("kind")
+_NO_ROOM = -2
 _LOCAL = '{"digest": "local"}'  # numbered within the shard: such a digest does not add up with others
 # A row is made a thousand times a step: this skips the keyword handling of its class.
 _tuple: Callable[[type[Row], tuple[Any, ...]], Row] = tuple.__new__
@@ -101,6 +102,8 @@ class DumpProbe:
             slot = self._seen.get(key)
             if slot is None:
                 slot = self._measured(tensor, key, numbering)
+                if slot == _NO_ROOM:
+                    return
             if self._hash is not None:
                 extra = self._hashed(tensor, slot)
         clock = self._clock
@@ -154,7 +157,9 @@ class DumpProbe:
 
     def _measured(self, tensor: torch.Tensor, key: Any, numbering: Numbering | None) -> int:
         slot = self._slots.take()
-        if slot >= 0 and self._measure(tensor, slot, numbering):
+        if slot < 0:
+            return _NO_ROOM  # counted by the table; a row would take memory that the limit does not allow
+        if self._measure(tensor, slot, numbering):
             self._seen.put(key, tensor, slot)
             if self._packs is not None:
                 self._saved[slot] = self._packs.add(self._clock.step, tensor)
