@@ -32,6 +32,7 @@ _LEDGER: dict[str, type | tuple[type, ...]] = {
     **{key: list for key in ("faults", "not_happened", "unmatched", "steps", "patches", "schedules")},
     **{key: dict for key in ("written", "fired", "bound", "asked")},
 }
+_LINE = {"id", "phase", "state", "fired", "reason", "why"}  # of the patches in a ledger
 _MAGIC = b"PAR1"
 
 
@@ -68,13 +69,9 @@ def rank_facts(path: Path) -> dict[str, Any]:
     facts = read_json(path)
     _check(facts, _RANK, path, "")
     _check(facts.get("ledger", {}), _LEDGER, path, "ledger.")
-    for key in ("patches",):
-        if not all(isinstance(line, dict) and line.keys() >= _LINE for line in facts.get("ledger", {}).get(key, [])):
-            raise RunError(f"{path}: ledger.{key}: expected lines with {', '.join(sorted(_LINE))}")
+    if not all(isinstance(line, dict) and line.keys() >= _LINE for line in facts.get("ledger", {}).get("patches", [])):
+        raise RunError(f"{path}: ledger.patches: expected lines with {', '.join(sorted(_LINE))}")
     return facts
-
-
-_LINE = {"id", "phase", "state", "fired", "reason", "why"}
 
 
 def rows_problem(path: Path) -> str | None:
