@@ -6,18 +6,19 @@ a new site of the dump is one more line here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from msprobe_megatron import backends
-from msprobe_megatron.clock import Clock, Moment
-from msprobe_megatron.config import ConfigError, DumpConfig, ProbeConfig
+from msprobe_megatron.clock import Moment
+from msprobe_megatron.config import ConfigError, DumpConfig
+from msprobe_megatron.facts import missing_steps
+from msprobe_megatron.parts import Job, Part
 from msprobe_megatron.probes.dump import DumpProbe
 from msprobe_megatron.record.slots import SlotTable
-from msprobe_megatron.record.tensors import PACK_BYTES, TensorPack, TensorPacks
-from msprobe_megatron.record.writer import StepBatch
+from msprobe_megatron.record.tensors import PACK_BYTES, TensorPacks
 from msprobe_megatron.sites.api import ApiSite
 from msprobe_megatron.sites.arguments import own_work
 from msprobe_megatron.sites.frames import ModuleFrames
@@ -25,34 +26,26 @@ from msprobe_megatron.sites.losses import LossSite
 from msprobe_megatron.sites.modules import ModuleSite
 from msprobe_megatron.sites.optimizer import OptimizerSite
 from msprobe_megatron.topology import names
-from msprobe_megatron.topology.coordinates import Coordinates
 
 
-class Dumping:
+class Dumping(Part):
     """What the `dump` section of the probe file asks, bound to a model.
 
     Example::
 
-        dump = Dumping(config, chunks, optimizer, clock, coordinates, fault, writer.submit)
+        dump = Dumping(job, config.dump)
         dump.begin()
         ...
-        writer.submit(dump.finish(complete=True))
+        dump.finish(complete=True)
     """
 
-    def __init__(
-        self,
-        config: ProbeConfig,
-        chunks: Sequence[nn.Module],
-        optimizer: Any,
-        clock: Clock,
-        where: Coordinates,
-        fault: Callable[[BaseException, str], None],
-        submit: Callable[[TensorPack], object],
-    ) -> None:
-        asked = config.dump
-        if asked is None:
-            raise ConfigError(f"{config.source}: dump: missing; accepted: a section that says what to record")
-        self.asked: DumpConfig = asked
+    name = "dump"
+
+    def __init__(self, job: Job, asked: DumpConfig) -> None:
+        config, chunks, clock, where, fault = job.config, job.chunks, job.clock, job.where, job.fault
+        self.asked = asked
+        self.steps: list[int] = []
+        self._job = job
         device = backends.select()
         slots = SlotTable(
             device.device,
@@ -62,10 +55,10 @@ class Dumping:
             digest=asked.digest is True,
             sketch=asked.sketch,
         )
-        packs = TensorPacks(device.to_host, submit, min(PACK_BYTES, config.limits.host_memory // 8))
+        packs = TensorPacks(device.to_host, job.submit, min(PACK_BYTES, config.limits.host_memory // 8))
         self._probe = DumpProbe(asked, clock, slots, where, packs)
         self._modules = ModuleSite(chunks, self._probe, clock, where, fault, asked.stacks)
-        self._parameters = OptimizerSite(chunks, optimizer, self._probe, where)
+        self._parameters = OptimizerSite(chunks, job.optimizer, self._probe, where)
         self._losses = LossSite(self._probe)
         self._frames = ModuleFrames(chunks, clock)
         self._apis = ApiSite(
@@ -85,10 +78,13 @@ class Dumping:
                 f" accepted: part of a canonical name such as {', '.join(some)}"
             )
 
-    @property
-    def selects_nothing(self) -> bool:
-        """Whether no module and no parameter of this rank is watched."""
-        return not self._modules.watched and not len(self._parameters)
+    def next_from(self, step: int) -> int | None:
+        """The first step from `step` on that `steps` of the probe file selects."""
+        return self._job.config.steps.next_from(step)
+
+    def describe(self) -> str:
+        """What is recorded of which steps."""
+        return f"recording {self.asked.level} {self.asked.task} of steps {self._job.config.steps.describe()}"
 
     def begin(self) -> None:
         """A recorded step begins: set the hooks."""
@@ -126,6 +122,10 @@ class Dumping:
         with own_work():
             self._losses.report(entry, moment.microbatch, moment.chunk)
 
+    def microbatch(self, moment: Moment) -> None:
+        """The input of a microbatch may have come into the memory of the last one."""
+        self._probe.memory_changed()
+
     def memory_changed(self) -> None:
         """Tensors may have changed without their version counters telling."""
         self._probe.memory_changed()
@@ -136,11 +136,17 @@ class Dumping:
         self._probe.memory_changed()
         self._parameters.collect()
 
-    def finish(self, complete: bool) -> StepBatch:
-        """The step is over: its rows, ready for the writer."""
+    def finish(self, complete: bool) -> None:
+        """The step is over: its rows go to the writer."""
         self.remove()
         sites = {"modules": self._modules.structure(), "apis": self._apis.structure}
-        return self._probe.finish(complete, sites)
+        self._job.submit(self._probe.finish(complete, sites))
+        self.steps.append(self._job.clock.step)
+
+    def not_happened(self, last_step: int) -> list[str]:
+        """Steps that never came, or a selection that matched nothing here."""
+        nothing = not self._modules.watched and not len(self._parameters)
+        return missing_steps(self._job.config.steps, self.steps, last_step, selects_nothing=nothing)
 
     def ledger(self) -> dict[str, Any]:
         """What was bound, matched and fired."""
@@ -149,4 +155,4 @@ class Dumping:
             "parameters": len(self._parameters),
             "api_calls": len(self._apis.structure),
         }
-        return {**self._probe.ledger(), "bound": bound}
+        return {**self._probe.ledger(), "bound": bound, "steps": self.steps}

@@ -22,15 +22,17 @@ from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.config import ProbeConfig
 from msprobe_megatron.dispatch import DISPATCHER
 from msprobe_megatron.dumping import Dumping
-from msprobe_megatron.facts import missing_steps
 from msprobe_megatron.fault_guard import ProbeFault, guarded
+from msprobe_megatron.parts import Job, Parts
+from msprobe_megatron.parts_asked import make_parts
 from msprobe_megatron.patches.optimizer import wrap_step
 from msprobe_megatron.patching import PatchSet, declared
 from msprobe_megatron.plain_loop import watch_forwards
 from msprobe_megatron.record.directory import RunDirectory
-from msprobe_megatron.record.tensors import TensorPack
 from msprobe_megatron.record.writer import Writer
+from msprobe_megatron.step_numbers import StepNumbers
 from msprobe_megatron.topology import coordinates, host, names
+from msprobe_megatron.voice import Voice
 
 _NEVER = sys.maxsize
 
@@ -61,20 +63,19 @@ class Session:
         config.ranks.check(self.where.world, self.where.sizes())
         self.selected = config.ranks.selects(self.where.rank, self.where.position())
         self.closed = False
-        self.faults: list[str] = []
-        self.steps_recorded: list[int] = []
+        self._steps = 0
         self._chunks, self._optimizer = list(chunks), optimizer
         self._chunk_of = {id(m): i for i, chunk in enumerate(chunks) for m in (chunk, names.unwrap(chunk))}
-        self._step_source = step if callable(step) else None
-        self._count = step if isinstance(step, int) else -1
+        self._numbers = StepNumbers(step)
         self._open = self._recording = False
         self._schedules: set[str] = set()
-        self._last_step = -1
         self._undo: list[Callable[[], None]] = []
         self.in_schedule = False
         self._next = _NEVER
         output = Path(config.output) / tag if tag else Path(config.output)
         self.directory = RunDirectory.create(output)
+        self.voice = Voice(self.directory, self.where.rank)
+        self.faults = self.voice.faults
         if self.selected or self.where.rank == 0:
             # Before anything is written: a directory that holds a run is refused, never mixed.
             self.directory.claim_rank(self.where.rank)
@@ -82,22 +83,13 @@ class Session:
             run = facts.run_facts(config, self.where, chunks, arguments, tag)
             self.directory.write_json("run.json", run)
             for text in run["unseen"]:
-                self._say(text, "unseen")
+                self.voice.say(text, "unseen")
         if self.selected:
             self._arm()
 
     def _arm(self) -> None:
         config = self.config
         native.load()
-        self.dump = Dumping(
-            config,
-            self._chunks,
-            self._optimizer,
-            self.clock,
-            self.where,
-            self.fault,
-            self._write_tensors,
-        )
         identity = {"rank": self.where.rank, **self.where.position()}
         disk = config.limits.disk
         self.writer = Writer(
@@ -106,9 +98,21 @@ class Session:
             config.limits.host_memory // 2,
             lambda error: self.fault(error, "writer"),
             disk_bytes=None if disk is None else disk // self.where.world,
-            on_limit=lambda text: self._say(text, "drop"),
+            on_limit=lambda text: self.voice.say(text, "drop"),
         )
         plain = coordinates.parallel_state() is None
+        job = Job(
+            config,
+            self._chunks,
+            self._optimizer,
+            self.clock,
+            self.where,
+            self.directory,
+            self.fault,
+            self.writer.submit,
+            self.voice.say,
+        )
+        self.parts = Parts(make_parts(job))
         self._while_recording = PatchSet(
             [patch for patch in declared("recording") if not (plain and patch.id.startswith("schedules."))], self
         )
@@ -118,13 +122,10 @@ class Session:
             self._undo.append(wrap_step(self._optimizer, self))
         if plain:
             self._undo.append(watch_forwards(self._chunks, self))
-        self._next = _or_never(config.steps.next_from(0))
+        self._next = _or_never(self.parts.next_from(0))
         atexit.register(self.close)
-        what = f"{self.dump.asked.level} {self.dump.asked.task}"
-        self._tell(f"recording {what} of steps {config.steps.describe()} into {self.directory.path}")
-
-    def _write_tensors(self, pack: TensorPack) -> None:
-        self.writer.submit(pack)
+        what = "; ".join(part.describe() for part in self.parts.all)
+        self.voice.tell(f"{what} into {self.directory.path}")
 
     # What the patches tell.
 
@@ -149,41 +150,29 @@ class Session:
                 self.clock.offset += num_microbatches or 0
             return
         self._open = True
-        step = self._step_number()
+        step = self.voice.step = self._numbers.coming()
         if step < self._next:
             return
         self._start(step, schedule)
 
     @guarded
     def _start(self, step: int, schedule: str) -> None:
-        if step not in self.config.steps:
-            self._next = _or_never(self.config.steps.next_from(step))
+        if not self.parts.choose(step):
+            self._next = _or_never(self.parts.next_from(step))
             return
         self.clock.start_step(step)
         self._calls = [0] * len(self._chunks)
         self._schedules.add(schedule)
         self._while_recording.apply()
-        self.dump.begin()
+        self.parts.tell("begin")
         self._recording = True
 
     @guarded
     def _leave_rerun_alone(self) -> None:
         """Megatron repeats the step to see whether it gives the same; the first attempt is the record."""
         if self._recording:
-            self.dump.remove()
+            self.parts.tell("remove")
             self._while_recording.revert()
-
-    def _step_number(self) -> int:
-        if self._step_source is not None:
-            self._count = int(self._step_source())
-        else:
-            iteration = host.megatron_iteration()
-            if iteration is not None:
-                self._count = iteration
-            elif self._count < 0:
-                self._count = host.resumed_iteration()
-        self._last_step = self._count
-        return self._count
 
     def schedule_failed(self) -> None:
         """The schedule raised: keep what was seen up to here."""
@@ -201,7 +190,7 @@ class Session:
     @guarded
     def _calls_end(self) -> None:
         if self._recording:
-            self.dump.calls_end()
+            self.parts.tell("calls_end")
 
     @guarded
     def microbatch_begin(self, model: Any, microbatch: int | None, store: list[Any]) -> None:
@@ -213,13 +202,13 @@ class Session:
         self._calls[chunk] += 1
         self.clock.moment = Moment(self.clock.offset + number, chunk)
         self._stored = len(store)
-        self.dump.memory_changed()
+        self.parts.tell("microbatch", self.clock.moment)
 
     @guarded
     def microbatch_end(self, store: list[Any]) -> None:
         """The forward of a microbatch has ended; a last stage has stored what the loss function reported."""
         if self._recording and len(store) > self._stored:
-            self.dump.reported(store[-1], self.clock.moment)
+            self.parts.tell("reported", store[-1], self.clock.moment)
 
     def forward_begin(self, model: nn.Module) -> None:
         """A plain loop calls the model: the first call of a step begins it, each call is a microbatch."""
@@ -244,7 +233,7 @@ class Session:
     @guarded
     def _switch(self, *, on: bool) -> None:
         if self._recording:
-            (self.dump.resume if on else self.dump.pause)()
+            self.parts.tell("resume" if on else "pause")
 
     def step(self) -> None:
         """End the step by hand, where no optimizer was given or its step was skipped; else it changes nothing.
@@ -273,36 +262,38 @@ class Session:
     @guarded
     def memory_changed(self) -> None:
         """Tensors may have changed without their version counters telling."""
-        self.dump.memory_changed()
+        self.parts.memory_changed()
 
     @guarded
     def optimizer_begin(self) -> None:
         """The outermost optimizer is about to step."""
         if self._recording:
-            self.dump.before_optimizer()
+            self.parts.tell("before_optimizer")
 
-    def optimizer_end(self) -> None:
-        """The optimizer has stepped: the step is over."""
+    def optimizer_end(self, result: Any = None) -> None:
+        """The optimizer has stepped and returned `result`: the step is over."""
         if not self._open and not self.closed:
             self._no_schedule_seen()
         self._open = False
-        self._count += 1
+        self._numbers.passed()
         if self._recording:
-            self._finish(complete=True)
+            self._finish(complete=True, result=result)
 
     @guarded
     def _no_schedule_seen(self) -> None:
         lost = DISPATCHER.verify()
         if lost:
-            self._say(f"other code had overwritten {', '.join(lost)}; bound again", "overridden")
+            self.voice.say(f"other code had overwritten {', '.join(lost)}; bound again", "overridden")
 
     @guarded
-    def _finish(self, complete: bool) -> None:
+    def _finish(self, complete: bool, result: Any = None) -> None:
+        if complete:
+            self.parts.tell("after_optimizer", result)
         self._recording = False
         self._while_recording.revert()
-        self.writer.submit(self.dump.finish(complete))
-        self.steps_recorded.append(self.clock.step)
-        self._next = _or_never(self.config.steps.next_from(self.clock.step + 1))
+        self.parts.finish(complete)
+        self._steps += 1
+        self._next = _or_never(self.parts.next_from(self.clock.step + 1))
 
     # Faults and the end.
 
@@ -312,28 +303,14 @@ class Session:
         self.faults.append(f"{where}: {type(error).__name__}: {error}")
         self._next, self._recording = _NEVER, False
         try:
-            self.dump.remove()
+            self.parts.remove()
             self._while_recording.revert()
         except Exception as another:  # the original fault is the one to report
             self.faults.append(f"disarm: {another}")
         if first:
-            self._say(f"disarmed after a fault in {self.faults[0]}; training goes on unobserved", "fault")
+            self.voice.say(f"disarmed after a fault in {self.faults[0]}; training goes on unobserved", "fault")
         if self.config.strict and where != "writer":
             raise ProbeFault(f"msprobe: {self.faults[0]} (strict: true)") from error
-
-    def _say(self, text: str, event: str) -> None:
-        print(f"msprobe [rank {self.where.rank}]: {text}", file=sys.stderr, flush=True)
-        try:
-            self.directory.append_event(
-                {"event": event, "rank": self.where.rank, "step": self._last_step, "text": text}
-            )
-        except OSError as error:
-            self.faults.append(f"events: {error}")
-
-    def _tell(self, text: str) -> None:
-        """One line on rank 0's standard output, where it lands in the job's log."""
-        if self.where.rank == 0:
-            print(f"msprobe: {text}", flush=True)
 
     def close(self) -> None:
         """Write what is left, put everything back, leave the ledger. Safe to call twice."""
@@ -348,28 +325,37 @@ class Session:
         DISPATCHER.remove(self)
         for undo in self._undo:
             undo()
+        self._close_parts()
         self.writer.close()
         for text in self.not_happened():
-            self._say(text, "not_happened")
-        done = f"{len(self.steps_recorded)} steps recorded"
-        self._tell(f"{done}; look at them: msprobe-megatron summary {self.directory.path}")
+            self.voice.say(text, "not_happened")
+        done = f"{self._steps} steps recorded"
+        self.voice.tell(f"{done}; look at them: msprobe-megatron summary {self.directory.path}")
         try:
             self._write_rank_file()
         except Exception as error:
             self.fault(error, "close")
 
+    @guarded
+    def _close_parts(self) -> None:
+        for part in self.parts.all:
+            part.close()
+
+    @property
+    def steps_recorded(self) -> list[int]:
+        """The steps that the dump has recorded on this rank."""
+        return next((part.steps for part in self.parts.all if isinstance(part, Dumping)), [])
+
     def not_happened(self) -> list[str]:
         """What was asked and did not happen, as far as this rank can know."""
-        nothing = self.dump.selects_nothing
-        return missing_steps(self.config.steps, self.steps_recorded, self._last_step, selects_nothing=nothing)
+        return [text for part in self.parts.all for text in part.not_happened(self._numbers.last)]
 
     def ledger(self) -> dict[str, Any]:
         """What was asked, bound, fired and written on this rank."""
         return {
-            **self.dump.ledger(),
+            **self.parts.ledger(),
             "asked": {"steps": self.config.steps.describe(), "ranks": self.config.ranks.describe()},
             "written": self.writer.counts.as_dict(),
-            "steps": self.steps_recorded,
             "schedules": sorted(self._schedules),
             "not_happened": self.not_happened() if self.closed else [],
             "faults": self.faults,

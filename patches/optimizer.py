@@ -34,10 +34,12 @@ def wrap_step(optimizer: Any, session: Any) -> Callable[[], None]:
     @functools.wraps(original)
     def step(*args: Any, **kwargs: Any) -> Any:
         session.optimizer_begin()
+        result = None
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
         finally:
-            session.optimizer_end()
+            session.optimizer_end(result)
+        return result
 
     optimizer.step = step
 

@@ -44,7 +44,22 @@ ALLOWED: dict[str, set[str]] = {
 }
 # These sit on top of all rooms and put them together.
 TOP = {
-    *("__init__", "__main__", "session", "attaching", "integrations", "dumping", "arming", "cli", "bench", "commands"),
+    *(
+        "__init__",
+        "__main__",
+        "session",
+        "attaching",
+        "integrations",
+        "dumping",
+        "parts",
+        "parts_asked",
+        "voice",
+        "step_numbers",
+        "arming",
+        "cli",
+        "bench",
+        "commands",
+    ),
     *("run", "adaptor", "demo"),
 }
 # What the package's __init__ hands out lazily, and the room it really is in.
