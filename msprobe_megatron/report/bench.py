@@ -1,32 +1,157 @@
-"""The table of `msprobe-megatron bench`."""
+"""The table of `msprobe-megatron bench`: on the terminal, and as Markdown, JSON and a picture of bars."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+Line = Mapping[str, Any]
+# Heading, key, and how it is written; a column that no line has is left out.
+_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("", "name", "{}"),
+    ("ratio", "ratio", "{:.3f}"),
+    ("asked", "target", "{:g}"),
+    ("training thread", "training_ratio", "{:.3f}"),
+    ("msprobe", "peer_ratio", "{:.2f}"),
+    ("CPU ms a step", "median_s", "ms"),
+    ("spread", "spread", "{:.0%}"),
+    ("peak memory", "peak_bytes", "size"),
+    ("memory ratio", "memory_ratio", "{:.2f}"),
+    ("written", "bytes", "size"),
+    ("files", "files", "{}"),
+    ("rows a step", "rows", "{}"),
+    ("µs a row", "microseconds", "{:.1f}"),
+)
+_KNOWN = {key for _, key, _ in _COLUMNS}
+_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 
-def print_costs(lines: Sequence[dict[str, Any]]) -> None:
-    """Print one line a variant: ratios to no tool, CPU time of a step, rows, and what a row costs the training thread.
+
+def print_costs(report: Mapping[str, Any]) -> None:
+    """Print one line a variant, and under it what the figures mean.
 
     Example::
 
-        print_costs([result.as_dict() for result in measure(WORKLOADS["h64"], out)])
+        print_costs({"about": "…", "results": [result.as_dict()]})
     """
+    headings, rows = _cells(report["results"])
     table = Table(box=None, pad_edge=False)
-    for heading in ("", "ratio", "training thread", "CPU ms a step", "rows a step", "µs a row"):
+    for heading in headings:
         table.add_column(heading, justify="left" if not heading else "right")
-    for line in lines:
-        cost = line["microseconds"]
-        table.add_row(
-            line["name"],
-            f"{line['ratio']:.3f}",
-            f"{line['training_ratio']:.3f}",
-            f"{line['cpu_ms']:.1f}",
-            str(line["rows"] or ""),
-            "" if cost is None else f"{cost:.1f}",
-        )
-    Console().print(table)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console.print(table)
+    console.print(report["about"], style="dim")
+
+
+def write_costs(report: Mapping[str, Any], out: Path) -> list[Path]:
+    """Write `<bench>.json`, `<bench>.md` and `<bench>.svg` into `out`; returns their paths.
+
+    Example::
+
+        write_costs(report, Path("bench_out"))
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    texts = {
+        "json": json.dumps(report, indent=1),
+        "md": markdown(report),
+        "svg": bars(report["results"], f"bench {report['bench']}: ratio to no tool"),
+    }
+    paths = []
+    for ending, text in texts.items():
+        path = out / f"{report['bench']}.{ending}"
+        path.write_text(text, encoding="utf-8")
+        paths.append(path)
+    return paths
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The table in Markdown, with the machine it was measured on.
+
+    Example: ``markdown(report).startswith("|")``.
+    """
+    headings, rows = _cells(report["results"])
+    lines = ["| " + " | ".join(cells) + " |" for cells in (headings, *rows)]
+    lines.insert(1, "|" + "|".join("---" if i == 0 else "---:" for i in range(len(headings))) + "|")
+    return "\n".join([*lines, "", report["about"], "", _machine(report["machine"]), ""])
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    versions = machine.get("versions", {})
+    some = ", ".join(f"{name} {versions[name]}" for name in sorted(versions) if versions[name])
+    return (
+        f"Machine: {machine['processor']}, {machine['cores']} cores, {_size(machine['memory_bytes'])},"
+        f" {machine['device']}, load {machine['load']:.1f}; {machine['system']}; {some}."
+    )
+
+
+def bars(lines: Sequence[Line], title: str) -> str:
+    """A picture of the ratios: one bar a line, a mark where no tool would end, a tick where the target is.
+
+    Example::
+
+        Path("dump.svg").write_text(bars(lines, "bench dump"))
+    """
+    shown = [line for line in lines if isinstance(line.get("ratio"), int | float)]
+    height, left, width = 22, 250, 560
+    longest = max([1.0, *(max(line["ratio"], line.get("peer_ratio") or 0) for line in shown)])
+    scale = width / longest
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 90}" height="{height * len(shown) + 50}"'
+        ' font-family="sans-serif" font-size="13">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="8" y="20" font-weight="bold">{escape(title)}</text>',
+    ]
+    for index, line in enumerate(shown):
+        y, ratio = 34 + index * height, line["ratio"]
+        target, peer = line.get("target"), line.get("peer_ratio")
+        colour = "#3b6fb6" if target is None or ratio <= target else "#c2571a"
+        parts.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(str(line["name"]))}</text>')
+        if peer:
+            parts.append(f'<rect x="{left}" y="{y + 2}" width="{peer * scale:.1f}" height="16" fill="#d8d8d8"/>')
+        parts.append(f'<rect x="{left}" y="{y + 2}" width="{ratio * scale:.1f}" height="16" fill="{colour}"/>')
+        if target is not None:
+            at = left + target * scale
+            parts.append(f'<path d="M{at:.1f} {y}v20" stroke="black" stroke-width="2"/>')
+        end = left + max(ratio, peer or 0, target or 0) * scale + 6
+        text = f"{ratio:.3g}" + (f" (msprobe {peer:.3g})" if peer else "")
+        parts.append(f'<text x="{end:.1f}" y="{y + 14}">{text}</text>')
+    one = left + scale
+    parts.append(f'<path d="M{one:.1f} 30V{40 + height * len(shown)}" stroke="#888" stroke-dasharray="3 3"/>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _cells(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
+    columns = [c for c in _COLUMNS if any(line.get(c[1]) not in (None, "") for line in lines)]
+    # What a bench adds for itself comes after what all have, under its own key.
+    more = list(dict.fromkeys(key for line in lines for key in line if key not in _KNOWN))
+    columns += [(key.replace("_", " "), key, "{}") for key in more]
+    return [heading for heading, _, _ in columns], [
+        [_text(line.get(key), form) for _, key, form in columns] for line in lines
+    ]
+
+
+def _text(value: Any, form: str) -> str:
+    if value is None:
+        return ""
+    if form == "ms":
+        return f"{value * 1e3:.1f}"
+    if form == "size":
+        return _size(value)
+    if form == "{}" and isinstance(value, float):
+        return f"{value:.4g}"
+    return form.format(value)
+
+
+def _size(count: float) -> str:
+    for unit in _SIZES:
+        if count < 1024 or unit == _SIZES[-1]:  # noqa: PLR2004
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return ""

@@ -1,0 +1,85 @@
+"""A bench over several processes: one table, sums over ranks, the slowest rank's training time."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from msprobe_megatron.bench.memory import PeakMemory
+from msprobe_megatron.bench.processes import together
+from msprobe_megatron.bench.turns import size_of, spread
+from msprobe_megatron.report.bench import bars, markdown
+
+
+def line(name, seconds, training, rows):
+    return {
+        **{"name": name, "ratio": 1.0, "training_ratio": training, "median_s": seconds, "spread": 0.1},
+        **{"peak_bytes": 10, "memory_ratio": 1.0, "bytes": 5, "files": 2, "rows": rows, "microseconds": None},
+    }
+
+
+def test_ranks_are_added_up():
+    first = [line("plain", 1.0, 1.0, 0), line("L0", 2.0, 1.5, 10)]
+    second = [line("plain", 3.0, 1.0, 0), line("L0", 4.0, 1.9, 11)]
+    plain, recorded = together([first, second])
+    assert (plain["median_s"], plain["ratio"]) == (4.0, 1.0)
+    assert (recorded["median_s"], recorded["ratio"], recorded["training_ratio"]) == (6.0, 1.5, 1.9)
+    assert (recorded["rows"], recorded["ranks"], recorded["bytes"]) == (21, 2, 5)
+
+
+def test_two_processes_through_the_command(tmp_path):
+    command = [sys.executable, "-m", "msprobe_megatron.cli", "bench", "dump", "--json", "--only", "h64", "--turns", "1"]
+    done = subprocess.run(
+        [*command, "--ranks", "2", "--out", str(tmp_path)], capture_output=True, text=True, check=True, timeout=600
+    )
+    report = json.loads(done.stdout)
+    results = {found["name"]: found for found in report["results"]}
+    assert results["h64:L0"]["ranks"] == 2
+    one = json.loads((tmp_path / "h64_task_rank_0.json").read_text())
+    two = json.loads((tmp_path / "h64_task_rank_1.json").read_text())
+    assert results["h64:L0"]["rows"] == one[2]["rows"] + two[2]["rows"] > 0
+    assert report["machine"]["cores"] >= 1
+    assert (tmp_path / "dump.svg").read_text().count("<rect") == 1 + len(results)
+    assert (tmp_path / "dump.md").read_text().startswith("| ")
+
+
+def test_nothing_of_that_name_is_said(tmp_path):
+    command = [sys.executable, "-m", "msprobe_megatron.cli", "bench", "dump", "--only", "h65", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "nothing is called 'h65'" in done.stderr
+
+
+def test_peak_memory_sees_what_is_gone():
+    memory = PeakMemory()
+    memory.reset()
+    before = memory.peak()
+    if not before:
+        pytest.skip("this kernel does not tell the peak")
+    block = bytearray(64 << 20)
+    for at in range(0, len(block), 4096):
+        block[at] = 1
+    del block
+    assert 48 << 20 < memory.peak() - before < 90 << 20
+
+
+def test_spread_and_size(tmp_path):
+    assert spread([1.0]) == 0.0
+    assert spread([1.0, 2.0, 3.0]) == pytest.approx(1.0)
+    (tmp_path / "a").write_bytes(b"123")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c").write_bytes(b"4567")
+    assert size_of(tmp_path) == (7, 2)
+
+
+def test_picture_and_table_show_target_and_peer():
+    lines = [{"name": "h64:<L0>", "ratio": 1.8, "target": 1.5, "peer_ratio": 5.6}, {"name": "ok", "ratio": 1.0}]
+    picture = bars(lines, "a & b")
+    assert "&lt;L0&gt;" in picture
+    assert "a &amp; b" in picture
+    assert "#c2571a" in picture  # over its target
+    assert "msprobe 5.6" in picture
+    machine = {"processor": "p", "cores": 2, "memory_bytes": 1 << 30, "device": "cpu", "load": 0.5, "system": "s"}
+    text = markdown({"results": lines, "about": "why", "machine": machine})
+    assert "| h64:<L0> | 1.800 | 1.5 | 5.60 |" in text
