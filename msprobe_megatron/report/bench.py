@@ -17,17 +17,18 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("", "name", "{}"),
     ("ratio", "ratio", "{:.3f}"),
     ("asked", "target", "{:g}"),
-    ("training thread", "training_ratio", "{:.3f}"),
+    ("training", "training_ratio", "{:.3f}"),
     ("msprobe", "peer_ratio", "{:.2f}"),
-    ("CPU ms a step", "median_s", "ms"),
+    ("ms a step", "median_s", "ms"),
     ("spread", "spread", "{:.0%}"),
-    ("peak memory", "peak_bytes", "size"),
-    ("memory ratio", "memory_ratio", "{:.2f}"),
+    ("peak", "peak_bytes", "size"),
+    ("memory", "memory_ratio", "{:.2f}"),
     ("written", "bytes", "size"),
     ("files", "files", "{}"),
     ("rows a step", "rows", "{}"),
     ("µs a row", "microseconds", "{:.1f}"),
 )
+_FILES_ONLY = {"spread", "peak_bytes", "files"}  # a terminal has no room for them
 _KNOWN = {key for _, key, _ in _COLUMNS}
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -39,10 +40,10 @@ def print_costs(report: Mapping[str, Any]) -> None:
 
         print_costs({"about": "…", "results": [result.as_dict()]})
     """
-    headings, rows = _cells(report["results"])
+    headings, rows = _cells([{k: v for k, v in line.items() if k not in _FILES_ONLY} for line in report["results"]])
     table = Table(box=None, pad_edge=False)
     for heading in headings:
-        table.add_column(heading, justify="left" if not heading else "right")
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=not heading)
     for row in rows:
         table.add_row(*row)
     console = Console()
