@@ -16,7 +16,7 @@ Line = Mapping[str, Any]
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("", "name", "{}"),
     ("ratio", "ratio", "{:.3f}"),
-    ("asked", "target", "{:g}"),
+    ("asked", "target", "{:.4g}"),
     ("training", "training_ratio", "{:.3f}"),
     ("msprobe", "peer_ratio", "{:.2f}"),
     ("ms a step", "median_s", "ms"),
@@ -28,7 +28,8 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("rows a step", "rows", "{}"),
     ("µs a row", "microseconds", "{:.1f}"),
 )
-_FILES_ONLY = {"spread", "peak_bytes", "files"}  # a terminal has no room for them
+_FILES_FIRST = ("files", "peak", "spread")  # what a narrow terminal does without first
+_PAPER = 100
 _KNOWN = {key for _, key, _ in _COLUMNS}
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -40,15 +41,37 @@ def print_costs(report: Mapping[str, Any]) -> None:
 
         print_costs({"about": "…", "results": [result.as_dict()]})
     """
-    headings, rows = _cells([{k: v for k, v in line.items() if k not in _FILES_ONLY} for line in report["results"]])
+    console = Console()
+    console = Console(width=max(_PAPER, console.width))
+    headings, rows = _fitting(*_cells(report["results"]), console.width)
     table = Table(box=None, pad_edge=False)
     for heading in headings:
-        table.add_column(heading, justify="left" if not heading else "right", no_wrap=not heading)
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console = Console()
     console.print(table)
     console.print(report["about"], style="dim")
+
+
+def _width(headings: list[str], rows: list[list[str]]) -> int:
+    return sum(2 + max(len(cell) for cell in column) for column in zip(headings, *rows, strict=True))
+
+
+def _fitting(headings: list[str], rows: list[list[str]], width: int) -> tuple[list[str], list[list[str]]]:
+    """Leave out what is only of interest in a file, from the right, until the rest fits."""
+    first = [headings.index(heading) for heading in _FILES_FIRST if heading in headings]
+    order = [*first, *range(len(headings) - 1, 1, -1)]
+    left = list(range(len(headings)))
+
+    def cut(of: list[str]) -> list[str]:
+        return [of[i] for i in left]
+
+    for index in order:
+        if _width(cut(headings), [cut(row) for row in rows]) <= width:
+            break
+        if index in left:
+            left.remove(index)
+    return cut(headings), [cut(row) for row in rows]
 
 
 def write_costs(report: Mapping[str, Any], out: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from msprobe_megatron.analyse.load import open_run
 from msprobe_megatron.exchange.export import export_msprobe
 from msprobe_megatron.exchange.importer import MsprobeFormatError, import_msprobe
 from msprobe_megatron.exchange.records import tensor_record
-from tests.exchange.peer import PeerMissing, call, make_peer
+from tests.exchange.peer import call
 from tests.forked import run_forked
 
 _JOB = (
@@ -41,14 +41,6 @@ def runs(tmp_path_factory):
         argv = f"{_JOB} --msprobe-config {folder}/probe.yaml --msprobe-output {path}".split()
         run_forked(1, train, argv)
     return [open_run(path) for path in paths]
-
-
-@pytest.fixture(scope="module")
-def peer(tmp_path_factory):
-    try:
-        return make_peer(tmp_path_factory.mktemp("peer") / "env")
-    except PeerMissing as reason:
-        pytest.skip(f"PEER NOT TESTED: {reason}")
 
 
 def data_of(folder, step=0, rank=0):
