@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
-from msprobe_megatron.commands import OK
+from msprobe_megatron.commands import CANNOT, OK
 
 HELP = "check a probe file"
 EXAMPLE = "msprobe-megatron validate probe.yaml"
@@ -13,13 +14,21 @@ EXAMPLE = "msprobe-megatron validate probe.yaml"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
-    parser.add_argument("file", help="probe file (YAML, JSON, or msprobe's config.json)")
+    parser.add_argument("file", nargs="?", help="probe file (YAML, JSON, or msprobe's config.json)")
+    parser.add_argument("--reference", action="store_true", help="print every key, its default and what it accepts")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from msprobe_megatron.config import describe, load
+    from msprobe_megatron.config.reference import reference
 
+    if arguments.reference:
+        print(reference(), end="")
+        return OK
+    if arguments.file is None:
+        print("msprobe-megatron validate: which file? Or --reference for every key", file=sys.stderr)
+        return CANNOT
     config = load(arguments.file)
     if arguments.json:
         print(json.dumps({"file": arguments.file, "valid": True, "notes": list(config.notes)}))

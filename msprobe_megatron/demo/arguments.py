@@ -205,6 +205,11 @@ def _recompute(parser: argparse.ArgumentParser) -> None:
 def _run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("logging")
     group.add_argument("--log-interval", type=int, default=100)
+    group.add_argument(
+        "--practise",
+        choices=["nan", "spike", "mismatch", "drift", "unstable"],
+        help="break the job on purpose, to find the fault with the kit (docs/walkthroughs.md)",
+    )
     group.add_argument("--save-losses", metavar="FILE", help="JSON lines: iteration, loss, grad_norm, unrounded")
 
 

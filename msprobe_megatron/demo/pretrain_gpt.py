@@ -19,6 +19,7 @@ from msprobe_megatron.demo.arguments import PROGRAM, UsageError, parse, refuse
 if TYPE_CHECKING:
     import torch
 
+    from msprobe_megatron.demo.data import Batches
     from msprobe_megatron.demo.train import Callbacks, Result
 
 
@@ -58,18 +59,29 @@ def run(argv: Sequence[str], callbacks: Callbacks | None = None) -> Result:
 
 
 def _train(args: Namespace, config: Any, probe: Probe, device: torch.device, callbacks: Callbacks | None) -> Result:
-    from msprobe_megatron.demo.data import Batches
     from msprobe_megatron.demo.model import build_chunks
     from msprobe_megatron.demo.optimizer import build_optimizer
     from msprobe_megatron.demo.train import train
-    from msprobe_megatron.topology import coordinates
 
     chunks = build_chunks(args, config)
     optimizer = build_optimizer(args, config, chunks)
+    batches = _batches(args, chunks, device)
     if callbacks and callbacks.ready:
         callbacks.ready(chunks, optimizer)
     with probe.attached(chunks, optimizer):
-        return train(args, chunks, optimizer, Batches(args, coordinates.current(), device), callbacks)
+        return train(args, chunks, optimizer, batches, callbacks)
+
+
+def _batches(args: Namespace, chunks: Any, device: torch.device) -> Batches:
+    from msprobe_megatron.demo import data, practice
+    from msprobe_megatron.topology import coordinates
+
+    where = coordinates.current()
+    if not args.practise:
+        return data.Batches(args, where, device)
+    batches = practice.PractisedBatches(args, where, device)
+    practice.prepare(args.practise, chunks, batches)
+    return batches
 
 
 class Probe:
