@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, help="turns of each variant (default: those of the workload)")
     parser.add_argument("--ranks", type=int, help="processes (default: those of the bench)")
     parser.add_argument("--model", help="architecture instead of the demo GPT, where the bench has several")
+    parser.add_argument("--profile", action="store_true", help="say where the time goes where a target is missed")
     parser.add_argument("--peer-python", help="interpreter that has mindstudio-probe: adds its column")
 
 
@@ -38,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from msprobe_megatron.bench.machine import machine
     from msprobe_megatron.bench.options import Options
+    from msprobe_megatron.bench.profile import profiles
     from msprobe_megatron.report.bench import print_costs, write_costs
 
     chosen = cast("Bench", importlib.import_module(BENCHES[arguments.what]))
@@ -56,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"bench {arguments.what}: nothing is called {arguments.only or arguments.model!r}", file=sys.stderr)
             return CANNOT
         report = {"bench": arguments.what, "machine": machine(), "about": chosen.ABOUT, "results": results}
+        if arguments.profile:
+            report["profiles"] = profiles(chosen, results, options.out)
         if arguments.out:
             write_costs(report, Path(arguments.out))
     if arguments.json:

@@ -30,6 +30,7 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
 )
 _FILES_FIRST = ("files", "peak", "spread")  # what a narrow terminal does without first
 _PAPER = 100
+_VERSIONS = ("torch", "megatron-core", "torch_npu", "numpy", "msprobe_megatron")
 _KNOWN = {key for _, key, _ in _COLUMNS}
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -100,15 +101,28 @@ def markdown(report: Mapping[str, Any]) -> str:
 
     Example: ``markdown(report).startswith("|")``.
     """
-    headings, rows = _cells(report["results"])
-    lines = ["| " + " | ".join(cells) + " |" for cells in (headings, *rows)]
-    lines.insert(1, "|" + "|".join("---" if i == 0 else "---:" for i in range(len(headings))) + "|")
-    return "\n".join([*lines, "", report["about"], "", _machine(report["machine"]), ""])
+    parts = [markdown_table(report["results"]), report["about"], *report.get("profiles", [])]
+    return "\n\n".join([*parts, machine_text(report["machine"])]) + "\n"
 
 
-def _machine(machine: Mapping[str, Any]) -> str:
+def markdown_table(lines: Sequence[Line]) -> str:
+    """Only the table.
+
+    Example: ``markdown_table([{"name": "L0", "ratio": 1.02}])``.
+    """
+    headings, rows = _cells(lines)
+    text = ["| " + " | ".join(cells) + " |" for cells in (headings, *rows)]
+    text.insert(1, "|" + "|".join("---" if i == 0 else "---:" for i in range(len(headings))) + "|")
+    return "\n".join(text)
+
+
+def machine_text(machine: Mapping[str, Any]) -> str:
+    """One line on the machine.
+
+    Example: ``machine_text(machine())``.
+    """
     versions = machine.get("versions", {})
-    some = ", ".join(f"{name} {versions[name]}" for name in sorted(versions) if versions[name])
+    some = ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name))
     return (
         f"Machine: {machine['processor']}, {machine['cores']} cores, {_size(machine['memory_bytes'])},"
         f" {machine['device']}, load {machine['load']:.1f}; {machine['system']}; {some}."

@@ -1,0 +1,78 @@
+"""BENCHMARKS.md out of the tables that a directory holds: every target with its figure, met or not.
+
+Example: ``python -m msprobe_megatron.bench.document bench_out > BENCHMARKS.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msprobe_megatron.report.bench import machine_text, markdown_table
+
+ORDER = ("dump", "volume", "perturb", "monitor", "scaling", "compare")
+TITLES = {
+    "dump": "Dump (seed 000, first table)",
+    "volume": "Volume and write speed of tensors (seeds 000 and 001)",
+    "perturb": "Perturb (seed 002)",
+    "monitor": "Monitor (seed 003)",
+    "scaling": "Scaling (seed 004)",
+    "compare": "Compare",
+}
+_HEAD = """# Benchmarks
+
+Made by `bash scripts/bench_peer.sh`, which installs the published msprobe (mindstudio-probe 26.2.0, and 8.3.3 for the
+free benchmark) beside the kit and runs every bench. `msprobe-megatron bench WHAT` makes one of the tables on your own
+machine. Ratios are to no tool at all. Lines named `plain_torch:` are a decoder in plain torch, the only model that both
+tools can run; all others are the demo GPT of megatron-core.
+"""
+
+
+def document(folder: Path) -> str:
+    """The whole text.
+
+    Example: ``document(Path("bench_out"))``.
+    """
+    reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    reports = {name: report for name, report in reports.items() if name in ORDER and "results" in report}
+    parts = [_HEAD, _targets(reports)]
+    if reports:
+        parts.append(machine_text(next(iter(reports.values()))["machine"]))
+    for name in ORDER:
+        if name in reports:
+            parts += [
+                f"## {TITLES[name]}",
+                f"`msprobe-megatron bench {name}`",
+                markdown_table(reports[name]["results"]),
+            ]
+            parts += [reports[name]["about"], *_why(reports[name])]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _targets(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = ["## Asked and measured", "", "| | measured | asked | |", "|---|---:|---:|---|"]
+    for name in ORDER:
+        for line in reports.get(name, {}).get("results", []):
+            target = line.get("target")
+            if target is None:
+                continue
+            at_least = line.get("target_is") == "at least"
+            value = line.get("measured", line.get("ratio"))
+            met = value >= target if at_least else value <= target
+            sign = "≥" if at_least else "≤"
+            lines.append(
+                f"| {name} {line['name']} | {value:.4g} | {sign} {target:.4g} | {'met' if met else 'MISSED'} |"
+            )
+    return "\n".join(lines)
+
+
+def _why(report: Mapping[str, Any]) -> list[str]:
+    """The profiles of the lines that missed their target."""
+    return [f"Why missed, by profile: {text}" for text in report.get("profiles", [])]
+
+
+if __name__ == "__main__":
+    print(document(Path(sys.argv[1])), end="")
