@@ -4,15 +4,18 @@
 #   bash scripts/bench_peer.sh [DIRECTORY] [WHAT...]
 #
 # DIRECTORY (default: bench_out) keeps the tables, pictures and the two environments of the peer, which see the torch of
-# this one; WHAT is a choice of benches. PYTHON names the interpreter that has the kit (default: python).
+# this one; WHAT is a choice of benches. About an hour on 2 cores; leave the machine alone meanwhile.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+source scripts/setup_env.sh
+setup_env dev
+setup_processes
+python=$MSPROBE_PYTHON
 
 out=${1:-bench_out}
 shift || true
 benches=("$@")
 [ ${#benches[@]} -gt 0 ] || benches=(dump volume perturb monitor scaling compare)
-python=${PYTHON:-python}
 mkdir -p "$out"
 export OMP_NUM_THREADS=1
 

@@ -1,0 +1,117 @@
+"""A guard against growing cost that does not depend on the machine: what can be counted is counted, not timed."""
+
+import gc
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from msprobe_megatron import attach, native
+from msprobe_megatron.config import Overrides, from_document
+
+LAYERS, WIDTH = 6, 16
+# Modules that are called: six linears and the net. Each has an input, an output and a gradient of both; the net's input
+# asks for no gradient, and neither does that of the first linear, which is the very same tensor.
+ROWS_OF_MODULES = (LAYERS + 1) * 4 - 2
+# Weight and bias of each linear, their gradients.
+ROWS_OF_PARAMETERS = LAYERS * 2 * 2
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def hooks(net):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in net.modules())
+
+
+@pytest.fixture
+def job(tmp_path):
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    seen = []
+
+    def step(look=False):
+        optimizer.zero_grad()
+        output = net(torch.ones(4, WIDTH))
+        if look:
+            seen.append(hooks(net))
+        output.sum().backward()
+        optimizer.step()
+
+    def armed(document):
+        return attach(net, optimizer, from_document(document, "test", Overrides(output=str(tmp_path / "run"))))
+
+    return net, step, armed, seen
+
+
+def operations(step, steps=4):
+    with Counting() as counting:
+        for _ in range(steps):
+            step()
+    return {name: count / steps for name, count in counting.counts.items()}
+
+
+def test_rows_hooks_and_operations_of_a_recorded_step(job):
+    net, step, armed, seen = job
+    plain = operations(step)
+    with armed({"dump": {"level": "L0"}}) as session:
+        step(look=True)
+        recorded = operations(step)
+    counts = session.writer.counts
+    assert counts.rows_written / counts.steps_written == ROWS_OF_MODULES + ROWS_OF_PARAMETERS
+    # Two hooks a module while a step is recorded, none after it.
+    assert seen == [2 * (LAYERS + 1)]
+    assert hooks(net) == 0
+    if native.kernel() is None:
+        pytest.skip("no compiler here: the torch twin needs operations")
+    added = {name: recorded.get(name, 0) - plain.get(name, 0) for name in {*recorded, *plain}}
+    # The kernel reads tensors by their address; what is left is the slot table's, once a step and not once a tensor.
+    assert sum(added.values()) <= 12
+    assert added.get("empty", 0) + added.get("clone", 0) + added.get("_to_copy", 0) <= 2
+
+
+def test_nothing_on_idle_steps(job):
+    net, step, armed, seen = job
+    plain = operations(step)
+    with armed({"steps": [10**6], "dump": {"level": "mix"}}) as session:
+        step(look=True)
+        idle = operations(step)
+    assert idle == plain
+    assert seen == [0]
+    assert session.writer.counts.steps_written == 0
+
+
+def test_recorded_steps_leave_no_objects_behind(job):
+    _, step, armed, _ = job
+    with armed({"dump": {"level": "L0"}}) as session:
+        blocks = []
+        for _ in range(6):
+            for _ in range(5):
+                step()
+            session.writer.flush()
+            gc.collect()
+            blocks.append(sys.getallocatedblocks())
+    # Steps are kept as numbers in a list; anything else that stayed would be hundreds of blocks a step.
+    assert (blocks[-1] - blocks[2]) / 15 < 20
