@@ -16,15 +16,25 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from msprobe_megatron.attaching import attach
+    from msprobe_megatron.debugger import PrecisionDebugger
+    from msprobe_megatron.saving import save
+    from msprobe_megatron.seeding import seed_all
     from msprobe_megatron.session import Session
 
-__all__ = ["Session", "__version__", "attach"]
+__all__ = ["PrecisionDebugger", "Session", "__version__", "attach", "save", "seed_all"]
+_HOME = {
+    "attach": "attaching",
+    "Session": "session",
+    "PrecisionDebugger": "debugger",
+    "save": "saving",
+    "seed_all": "seeding",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Load ``attach`` and ``Session`` on first use."""
-    if name in ("attach", "Session"):
-        from msprobe_megatron import attaching
+    """Load what is handed out on first use."""
+    if name in _HOME:
+        import importlib
 
-        return getattr(attaching, name)
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

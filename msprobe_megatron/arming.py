@@ -15,13 +15,14 @@ from typing import Any, NoReturn
 
 from msprobe_megatron import backends
 from msprobe_megatron.arguments import Flags, from_command_line
-from msprobe_megatron.config import ConfigError, ProbeConfig
+from msprobe_megatron.config import ProbeConfig
+from msprobe_megatron.fault_guard import REFUSALS
 from msprobe_megatron.importing import when_imported
-from msprobe_megatron.patching import PatchError, PatchSet, declared
-from msprobe_megatron.record.directory import RunDirectoryError
-from msprobe_megatron.topology.coordinates import environment_rank
+from msprobe_megatron.patching import PatchSet, declared
+from msprobe_megatron.record.directory import RunDirectoryError, RunTaken
+from msprobe_megatron.topology.coordinates import environment_number, environment_rank
 
-CANNOT = (ConfigError, PatchError, RunDirectoryError, backends.BackendError)
+CANNOT = REFUSALS
 _armed: Armed | None = None
 
 
@@ -49,7 +50,16 @@ class Armed:
         try:
             self.session = attach(model, optimizer, self.config)
         except CANNOT as error:
-            refuse(error)
+            # An elastic job that lost a node must not die because its first attempt left a record.
+            if (
+                not isinstance(error, RunTaken)
+                or self.config.strict
+                or environment_number("TORCHELASTIC_RESTART_COUNT") == 0
+            ):
+                refuse(error)
+            atexit.unregister(self._never_attached)
+            if environment_rank() == 0:
+                print(f"msprobe: {error}; this is a restart: training goes on unobserved", file=sys.stderr, flush=True)
         except Exception as error:
             # A fault of the kit, not of what was asked: training goes on as if it were not there.
             if self.config.strict:
@@ -112,7 +122,8 @@ def arm(flags: Flags | None = None, *, install: bool = True) -> Armed:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """End the job before training: one line, on one rank, exit code 2."""
-    if environment_rank() == 0:
+    """End the job before training: one line, on one rank (of each node, if it is its disk), exit code 2."""
+    of_node = isinstance(error, RunDirectoryError) and not isinstance(error, RunTaken)
+    if environment_rank() == 0 or (of_node and environment_number("LOCAL_RANK") == 0):
         print(f"msprobe: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2)

@@ -69,6 +69,11 @@ class Clock:
             return "recompute", self.backward_moment
         return "forward", self.moment
 
+    def passing(self) -> tuple[str, Moment]:
+        """Phase and microbatch of what happens now, outside of modules too: inside the engine it is the backward."""
+        phase, moment = self.calling()
+        return ("backward" if phase == "recompute" and not self._recomputing else phase), moment
+
     @contextmanager
     def recomputing(self, moment: Moment | None) -> Iterator[None]:
         """While a checkpoint repeats the forward of `moment`."""

@@ -6,6 +6,8 @@ there is one set of patches and a table from model chunks to sessions.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -35,7 +37,8 @@ class Dispatcher:
         if megatron_schedules():
             self._patches.apply()
             self._patches.verify()
-        self._by_chunk.update(dict.fromkeys(chunks, session))
+        # A session without a model (API calls only) stands under its own identity.
+        self._by_chunk.update(dict.fromkeys(list(chunks) or [id(session)], session))
 
     def remove(self, session: Any) -> None:
         """Forget a session; the last one takes the patches with it."""
@@ -47,6 +50,13 @@ class Dispatcher:
         """The sessions that are armed in this process."""
         return list({id(session): session for session in self._by_chunk.values()}.values())
 
+    def forget(self) -> None:
+        """In a fork of the process that trains (a data-loader worker): see, write and say nothing."""
+        for session in self.sessions():
+            with contextlib.suppress(Exception):  # nobody is there to be told
+                session.leave()
+        self._by_chunk.clear()
+
     def verify(self) -> list[str]:
         """Bind again what somebody overwrote; the targets that had been lost."""
         return self._patches.verify() if self._patches is not None else []
@@ -57,6 +67,14 @@ class Dispatcher:
 
     def session_of(self, model: Any) -> Any | None:
         """The session that watches this model (a chunk, or the list of chunks of a schedule)."""
+        try:
+            return self._find(model)
+        except Exception as error:  # whose model it was is not known now
+            for session in self.sessions():
+                session.fault(error, "session_of")
+            return None
+
+    def _find(self, model: Any) -> Any | None:
         chunk = model[0] if isinstance(model, list | tuple) and model else model
         found = self._by_chunk.get(id(chunk))
         if found is None and isinstance(chunk, nn.Module):
@@ -65,3 +83,5 @@ class Dispatcher:
 
 
 DISPATCHER = Dispatcher()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=DISPATCHER.forget)

@@ -13,7 +13,8 @@ from torch import nn
 
 from msprobe_megatron import backends
 from msprobe_megatron.clock import Moment
-from msprobe_megatron.config import ConfigError, DumpConfig
+from msprobe_megatron.config import ConfigError, DumpConfig, StepSelection
+from msprobe_megatron.config.orders import Order
 from msprobe_megatron.facts import missing_steps
 from msprobe_megatron.parts import Job, Part
 from msprobe_megatron.probes.dump import DumpProbe
@@ -21,10 +22,12 @@ from msprobe_megatron.record.slots import SlotTable
 from msprobe_megatron.record.tensors import PACK_BYTES, TensorPacks
 from msprobe_megatron.sites.api import ApiSite
 from msprobe_megatron.sites.arguments import own_work
+from msprobe_megatron.sites.comm import CommSite
 from msprobe_megatron.sites.frames import ModuleFrames
 from msprobe_megatron.sites.losses import LossSite
 from msprobe_megatron.sites.modules import ModuleSite
 from msprobe_megatron.sites.optimizer import OptimizerSite
+from msprobe_megatron.sites.saved import SavedSite
 from msprobe_megatron.topology import names
 
 
@@ -44,7 +47,9 @@ class Dumping(Part):
     def __init__(self, job: Job, asked: DumpConfig) -> None:
         config, chunks, clock, where, fault = job.config, job.chunks, job.clock, job.where, job.fault
         self.asked = asked
+        self.level: str = asked.level
         self.steps: list[int] = []
+        self._selections: list[tuple[StepSelection, str]] = [(config.steps, asked.level)]
         self._job = job
         device = backends.select()
         slots = SlotTable(
@@ -60,10 +65,12 @@ class Dumping(Part):
         self._modules = ModuleSite(chunks, self._probe, clock, where, fault, asked.stacks)
         self._parameters = OptimizerSite(chunks, job.optimizer, self._probe, where)
         self._losses = LossSite(self._probe)
-        self._frames = ModuleFrames(chunks, clock)
+        self._frames = ModuleFrames(chunks, clock, fault)
         self._apis = ApiSite(
             self._frames, self._probe, clock, fault, asked.apis, asked.stacks, len(self._modules.watched)
         )
+        self._comm = CommSite(self._probe, clock, where, fault, self._frames, self._apis.new_site)
+        self._saved = SavedSite(self._probe, clock, fault)
         # Names of API calls are not known before they are called.
         if where.pp_size == 1 and where.ep_size == 1 and asked.level == "L0":
             self._refuse_unmatched(config.source, chunks)
@@ -79,8 +86,18 @@ class Dumping(Part):
             )
 
     def next_from(self, step: int) -> int | None:
-        """The first step from `step` on that `steps` of the probe file selects."""
-        return self._job.config.steps.next_from(step)
+        """The first step from `step` on that `steps` of the probe file or an order selects."""
+        return min((n for steps, _ in self._selections if (n := steps.next_from(step)) is not None), default=None)
+
+    def obey(self, order: Order) -> bool:
+        """Record other steps, at another level, no more, or as the probe file says."""
+        if order.dump is not None:
+            self._selections = [(self._job.config.steps, self.asked.level)] if order.dump else []
+        if order.steps is not None:
+            self._selections.append((order.steps, order.level or self.asked.level))
+        elif order.level is not None:
+            self._selections = [(steps, order.level) for steps, _ in self._selections]
+        return order.monitor is None or order != Order(monitor=order.monitor)
 
     def describe(self) -> str:
         """What is recorded of which steps."""
@@ -88,39 +105,53 @@ class Dumping(Part):
 
     def begin(self) -> None:
         """A recorded step begins: set the hooks."""
-        if self.asked.level in ("L1", "mix"):
+        step = self._job.clock.step
+        self.level = next((level for steps, level in reversed(self._selections) if step in steps), self.asked.level)
+        self._saved.install()
+        if self.level in ("L1", "mix"):
             self._frames.install()
             self._apis.install()
-        if self.asked.level in ("L0", "mix"):
+            self._comm.install()
+        if self.level in ("L0", "mix"):
             self._modules.install()
 
     def calls_end(self) -> None:
         """The schedule has returned: what the optimizer calls is not of the model."""
-        self._apis.remove()
         self._frames.remove()
+        self._apis.remove()
+        self._comm.optimizing = True
 
     def remove(self) -> None:
         """Take the hooks away."""
         self.calls_end()
+        self._saved.remove()
+        self._comm.remove()
         self._modules.remove()
 
     def pause(self) -> None:
         """The model runs for something else than the step; gradients that are awaited stay awaited."""
-        self.calls_end()
+        self._apis.remove()
+        self._frames.pause()
         self._modules.pause()
 
     def resume(self) -> None:
         """The step goes on."""
-        if self.asked.level in ("L1", "mix"):
-            self._frames.install()
-            self._apis.install()
-        if self.asked.level in ("L0", "mix"):
+        if self.level in ("L1", "mix"):
+            self._frames.resume()
+            self._apis.resume()
+        if self.level in ("L0", "mix"):
             self._modules.resume()
 
     def reported(self, entry: Any, moment: Moment) -> None:
         """The loss function of a microbatch has reported `entry`."""
+        if self.level == "debug":
+            return
         with own_work():
             self._losses.report(entry, moment.microbatch, moment.chunk)
+
+    def saved(self, variable: Any, name: str, gradient: bool) -> None:
+        """The training code hands over a variable."""
+        self._saved.save(variable, name, gradient)
 
     def microbatch(self, moment: Moment) -> None:
         """The input of a microbatch may have come into the memory of the last one."""
@@ -134,7 +165,8 @@ class Dumping(Part):
         """The optimizer is about to step: parameters and gradients are final."""
         # Gradient buffers are written by collectives and fused kernels, which no version counter tells of.
         self._probe.memory_changed()
-        self._parameters.collect()
+        if self.level != "debug":
+            self._parameters.collect()
 
     def finish(self, complete: bool) -> None:
         """The step is over: its rows go to the writer."""
@@ -145,7 +177,11 @@ class Dumping(Part):
 
     def not_happened(self, last_step: int) -> list[str]:
         """Steps that never came, or a selection that matched nothing here."""
-        nothing = not self._modules.watched and not len(self._parameters)
+        nothing = self.asked.level in ("L0", "mix") and not self._modules.watched and not len(self._parameters)
+        if self.asked.level == "debug" and not self._saved.fired and self.steps:
+            return ["level is debug and nothing was saved; call msprobe_megatron.save(variable, name)"]
+        if not self._job.config.steps.spans and not self.steps:
+            return []  # steps: none, and nobody asked for any while the job ran
         return missing_steps(self._job.config.steps, self.steps, last_step, selects_nothing=nothing)
 
     def ledger(self) -> dict[str, Any]:
@@ -155,4 +191,5 @@ class Dumping(Part):
             "parameters": len(self._parameters),
             "api_calls": len(self._apis.structure),
         }
-        return {**self._probe.ledger(), "bound": bound, "steps": self.steps}
+        never_waited = self._comm.never_waited
+        return {**self._probe.ledger(), "bound": bound, "steps": self.steps, "never_waited": never_waited}

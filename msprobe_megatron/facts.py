@@ -66,6 +66,11 @@ def _recompute(model_config: Any) -> dict[str, Any]:
     return {key: getattr(model_config, key, None) for key in keys}
 
 
+def rank_facts(where: Coordinates, chunks: Sequence[nn.Module], closed: bool, ledger: dict[str, Any]) -> dict[str, Any]:
+    """Contents of this rank's own file, at the start and at the end."""
+    return {"coordinates": where.as_dict(), "chunks": chunk_facts(chunks), "closed": closed, "ledger": ledger}
+
+
 def chunk_facts(chunks: Sequence[nn.Module]) -> list[dict[str, Any]]:
     """Which layers and ends of the model each chunk of this rank holds."""
     found = []

@@ -6,16 +6,21 @@ A part says which step it wants next, so that on all others nothing of it runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.config import ProbeConfig
+from msprobe_megatron.config.orders import Order
 from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.record.watching import Watcher
 from msprobe_megatron.topology.coordinates import Coordinates
+
+NEVER = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,10 @@ class Job:
     """Hands a batch to the writer thread."""
     say: Callable[[str, str], None]
     """`say(text, event)`: one line on standard error and one event."""
+    watchers: list[Watcher] = field(default_factory=list)
+    """Told of the monitor's figures of every watched step, in the writer thread."""
+    request: Callable[..., None] = lambda **order: None
+    """`request(next=3, level="mix")`: an order to all ranks, from any thread (`control.Control.request`)."""
 
 
 class Part:
@@ -57,6 +66,10 @@ class Part:
         """The first step from `step` on that this part wants; None when there is none."""
         raise NotImplementedError
 
+    def obey(self, order: Order) -> bool:
+        """An order of the running job takes effect before the coming step; whether it concerns this part."""
+        return False
+
     def describe(self) -> str:
         """What is going to happen, for the line that is printed at the start."""
         return self.name
@@ -69,6 +82,9 @@ class Part:
 
     def reported(self, entry: Any, moment: Moment) -> None:
         """The loss function of a microbatch has reported `entry`."""
+
+    def saved(self, variable: Any, name: str, gradient: bool) -> None:
+        """The training code hands over a variable under a name: `msprobe_megatron.save`."""
 
     def calls_end(self) -> None:
         """The schedule has returned: what is called from here on is not of the model."""
@@ -121,14 +137,18 @@ class Parts:
         self.all = list(parts)
         self.active: list[Part] = []
 
-    def next_from(self, step: int) -> int | None:
-        """The first step from `step` on that any part wants."""
-        return min((n for part in self.all if (n := part.next_from(step)) is not None), default=None)
+    def next_from(self, step: int) -> int:
+        """The first step from `step` on that any part wants; `NEVER` when there is none."""
+        return min((n for part in self.all if (n := part.next_from(step)) is not None), default=NEVER)
 
     def choose(self, step: int) -> bool:
         """Find the parts that want this step; whether there is one."""
         self.active = [part for part in self.all if part.next_from(step) == step]
         return bool(self.active)
+
+    def obey(self, order: Order) -> bool:
+        """Hand an order to every part; whether it concerned any."""
+        return any([part.obey(order) for part in self.all])
 
     def tell(self, what: str, *values: Any) -> None:
         """Call a method of every part that wants the running step."""

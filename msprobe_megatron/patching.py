@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-PATCH_MODULES = ("arguments", "training", "schedules", "recompute", "distributed")
+PATCH_MODULES = ("arguments", "training", "schedules", "recompute", "distributed", "data_parallel")
 
 Wrap = Callable[[Callable[..., Any], Any], Callable[..., Any]]
 

@@ -8,7 +8,6 @@ integer; hooks and all other patches exist only while a step is recorded.
 from __future__ import annotations
 
 import atexit
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,21 +19,20 @@ from torch import nn
 from msprobe_megatron import facts, native
 from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.config import ProbeConfig
+from msprobe_megatron.control import Control
 from msprobe_megatron.dispatch import DISPATCHER
 from msprobe_megatron.dumping import Dumping
-from msprobe_megatron.fault_guard import ProbeFault, guarded
-from msprobe_megatron.parts import Job, Parts
+from msprobe_megatron.fault_guard import REFUSALS, FaultGuard, guarded
+from msprobe_megatron.parts import NEVER, Job, Parts
 from msprobe_megatron.parts_asked import make_parts
 from msprobe_megatron.patches.optimizer import wrap_step
-from msprobe_megatron.patching import PatchSet, declared
 from msprobe_megatron.plain_loop import watch_forwards
 from msprobe_megatron.record.directory import RunDirectory
 from msprobe_megatron.record.writer import Writer
 from msprobe_megatron.step_numbers import StepNumbers
 from msprobe_megatron.topology import coordinates, host, names
 from msprobe_megatron.voice import Voice
-
-_NEVER = sys.maxsize
+from msprobe_megatron.while_recording import WhileRecording
 
 
 class Session:
@@ -71,24 +69,33 @@ class Session:
         self._schedules: set[str] = set()
         self._undo: list[Callable[[], None]] = []
         self.in_schedule = False
-        self._next = _NEVER
+        self._next = NEVER
         output = Path(config.output) / tag if tag else Path(config.output)
         self.directory = RunDirectory.create(output)
         self.voice = Voice(self.directory, self.where.rank)
         self.faults = self.voice.faults
+        self._guard = FaultGuard(self.voice, config.strict)
         if self.selected or self.where.rank == 0:
             # Before anything is written: a directory that holds a run is refused, never mixed.
-            self.directory.claim_rank(self.where.rank)
+            self.directory.claim_rank(self.where.rank, coordinates.job_identity(self.where.world))
+        self.parts = Parts([])
+        try:
+            self._arm(arguments, tag)
+        except REFUSALS:
+            raise
+        except Exception as error:  # a fault of the kit, not of what was asked
+            self._guard.take(error, "attach")
+            self.close()
+
+    def _arm(self, arguments: Any, tag: str | None) -> None:
+        config = self.config
         if self.where.rank == 0:
-            run = facts.run_facts(config, self.where, chunks, arguments, tag)
+            run = facts.run_facts(config, self.where, self._chunks, arguments, tag)
             self.directory.write_json("run.json", run)
             for text in run["unseen"]:
                 self.voice.say(text, "unseen")
-        if self.selected:
-            self._arm()
-
-    def _arm(self) -> None:
-        config = self.config
+        if not self.selected:
+            return
         native.load()
         identity = {"rank": self.where.rank, **self.where.position()}
         disk = config.limits.disk
@@ -101,6 +108,8 @@ class Session:
             on_limit=lambda text: self.voice.say(text, "drop"),
         )
         plain = coordinates.parallel_state() is None
+        self._while_recording = WhileRecording(self, plain=plain)
+        self._control = Control(self.directory.path, self.where, config.ranks, self.voice.say)
         job = Job(
             config,
             self._chunks,
@@ -111,24 +120,23 @@ class Session:
             self.fault,
             self.writer.submit,
             self.voice.say,
+            request=self._control.request,
         )
         self.parts = Parts(make_parts(job))
-        self._while_recording = PatchSet(
-            [patch for patch in declared("recording") if not (plain and patch.id.startswith("schedules."))], self
-        )
         self._write_rank_file()
         DISPATCHER.add(self, self._chunk_of)
         if self._optimizer is not None:
             self._undo.append(wrap_step(self._optimizer, self))
         if plain:
             self._undo.append(watch_forwards(self._chunks, self))
-        self._next = _or_never(self.parts.next_from(0))
+        self._next = self.parts.next_from(0)
         atexit.register(self.close)
         what = "; ".join(part.describe() for part in self.parts.all)
         self.voice.tell(f"{what} into {self.directory.path}")
 
     # What the patches tell.
 
+    @guarded
     def session_of(self, model: Any) -> Session | None:
         """The session itself, if `model` is one of its chunks."""
         return self if self._index_of(model) is not None else None
@@ -143,22 +151,29 @@ class Session:
         """A training schedule starts: the first one of a step begins the step."""
         self.in_schedule = True
         if self._open:
-            if host.rerunning():
-                self._leave_rerun_alone()
-            else:
-                # Gradient accumulation by hand: one step, its microbatches go on counting.
-                self.clock.offset += num_microbatches or 0
+            self._go_on(num_microbatches)
             return
         self._open = True
-        step = self.voice.step = self._numbers.coming()
-        if step < self._next:
+        step = self._coming()
+        if step is None or step < self._next:
             return
         self._start(step, schedule)
 
     @guarded
+    def _coming(self) -> int | None:
+        step = self.voice.step = self._numbers.coming()
+        if self._control.tell(step, self.parts.obey) and not self._guard.first:
+            self._next = self.parts.next_from(step)
+        return step
+
+    @guarded
     def _start(self, step: int, schedule: str) -> None:
+        if self._next < 0:
+            self._next = NEVER
+            self._rest()
+            return
         if not self.parts.choose(step):
-            self._next = _or_never(self.parts.next_from(step))
+            self._next = self.parts.next_from(step)
             return
         self.clock.start_step(step)
         self._calls = [0] * len(self._chunks)
@@ -168,29 +183,28 @@ class Session:
         self._recording = True
 
     @guarded
-    def _leave_rerun_alone(self) -> None:
-        """Megatron repeats the step to see whether it gives the same; the first attempt is the record."""
-        if self._recording:
+    def _go_on(self, num_microbatches: int | None) -> None:
+        if not host.rerunning():
+            # Gradient accumulation by hand: one step, its microbatches go on counting.
+            self.clock.offset += num_microbatches or 0
+        elif self._recording:
+            # Megatron repeats the step to see whether it gives the same; the first attempt is the record.
             self.parts.tell("remove")
             self._while_recording.revert()
 
     def schedule_failed(self) -> None:
         """The schedule raised: keep what was seen up to here."""
+        self._guard.others_stopped()
         if self._recording:
             self._finish(complete=False)
 
     def schedule_end(self) -> None:
         """The schedule returned; without an optimizer the step ends here."""
         self.in_schedule = False
-        self._calls_end()
+        self._tell("calls_end")
         if self._optimizer is None:
             self.optimizer_begin()
             self.optimizer_end()
-
-    @guarded
-    def _calls_end(self) -> None:
-        if self._recording:
-            self.parts.tell("calls_end")
 
     @guarded
     def microbatch_begin(self, model: Any, microbatch: int | None, store: list[Any]) -> None:
@@ -222,18 +236,18 @@ class Session:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """While the model runs without gradients: an evaluation in the middle of a step is not of the step."""
-        paused = self._recording
-        self._switch(on=False)
+        self._tell("pause")
         try:
             yield
         finally:
-            if paused:
-                self._switch(on=True)
+            self._tell("resume")
 
-    @guarded
-    def _switch(self, *, on: bool) -> None:
+    def _tell(self, what: str) -> None:
         if self._recording:
-            self.parts.tell("resume" if on else "pause")
+            try:
+                self.parts.tell(what)
+            except Exception as error:
+                self.fault(error, what)
 
     def step(self) -> None:
         """End the step by hand, where no optimizer was given or its step was skipped; else it changes nothing.
@@ -264,11 +278,9 @@ class Session:
         """Tensors may have changed without their version counters telling."""
         self.parts.memory_changed()
 
-    @guarded
     def optimizer_begin(self) -> None:
         """The outermost optimizer is about to step."""
-        if self._recording:
-            self.parts.tell("before_optimizer")
+        self._tell("before_optimizer")
 
     def optimizer_end(self, result: Any = None) -> None:
         """The optimizer has stepped and returned `result`: the step is over."""
@@ -290,56 +302,70 @@ class Session:
         if complete:
             self.parts.tell("after_optimizer", result)
         self._recording = False
-        self._while_recording.revert()
         self.parts.finish(complete)
         self._steps += 1
-        self._next = _or_never(self.parts.next_from(self.clock.step + 1))
+        if not self._guard.first:
+            self._next = self.parts.next_from(self.clock.step + 1)
+        if self._next != self.clock.step + 1:
+            # Between two recorded steps nothing is taken away only to be put back.
+            self._while_recording.revert()
 
     # Faults and the end.
 
     def fault(self, error: BaseException, where: str) -> None:
         """Disarm: a fault of the kit never stops or alters training, unless `strict` asks for it."""
-        first = not self.faults
-        self.faults.append(f"{where}: {type(error).__name__}: {error}")
-        self._next, self._recording = _NEVER, False
+        # When the next step begins, the thread that trains takes away what other threads and running calls cannot.
+        self._next = -1
+        if self._guard.take(error, where):
+            self._rest(error)
+
+    def _rest(self, error: BaseException | None = None) -> None:
+        self._recording = False
         try:
             self.parts.remove()
             self._while_recording.revert()
         except Exception as another:  # the original fault is the one to report
             self.faults.append(f"disarm: {another}")
-        if first:
-            self.voice.say(f"disarmed after a fault in {self.faults[0]}; training goes on unobserved", "fault")
-        if self.config.strict and where != "writer":
-            raise ProbeFault(f"msprobe: {self.faults[0]} (strict: true)") from error
+        if not self.closed:
+            self._guard.stop(error)
+
+    def leave(self) -> None:
+        """In a forked child: see nothing any more, and leave the files to the parent."""
+        self.closed, self._next, self._recording = True, NEVER, False
+        self.parts.remove()
+        self._while_recording.revert()
 
     def close(self) -> None:
         """Write what is left, put everything back, leave the ledger. Safe to call twice."""
         if self.closed:
             return
         self.closed = True
-        if not self.selected:
-            return
-        atexit.unregister(self.close)
+        if self.selected:
+            atexit.unregister(self.close)
+            parts = [part.close for part in self.parts.all]
+            for last in (self._detach, *parts, self._close_writer, self._tell_rest, self._write_rank_file):
+                try:
+                    last()
+                except Exception as error:
+                    self.fault(error, "close")
+            self._guard.stop()
+
+    def _detach(self) -> None:
         if self._recording:
             self._finish(complete=False)
+        self.parts.remove()
+        self._while_recording.revert()
         DISPATCHER.remove(self)
         for undo in self._undo:
             undo()
-        self._close_parts()
+
+    def _close_writer(self) -> None:
         self.writer.close()
+
+    def _tell_rest(self) -> None:
         for text in self.not_happened():
             self.voice.say(text, "not_happened")
-        done = f"{self._steps} steps recorded"
-        self.voice.tell(f"{done}; look at them: msprobe-megatron summary {self.directory.path}")
-        try:
-            self._write_rank_file()
-        except Exception as error:
-            self.fault(error, "close")
-
-    @guarded
-    def _close_parts(self) -> None:
-        for part in self.parts.all:
-            part.close()
+        self.voice.tell(f"{self._steps} steps recorded; look at them: msprobe-megatron summary {self.directory.path}")
 
     @property
     def steps_recorded(self) -> list[int]:
@@ -363,15 +389,8 @@ class Session:
         }
 
     def _write_rank_file(self) -> None:
-        self.directory.write_json(
-            f"ranks/rank_{self.where.rank:05d}.json",
-            {
-                "coordinates": self.where.as_dict(),
-                "chunks": facts.chunk_facts(self._chunks),
-                "closed": self.closed,
-                "ledger": self.ledger(),
-            },
-        )
+        found = facts.rank_facts(self.where, self._chunks, self.closed, self.ledger())
+        self.directory.write_json(f"ranks/rank_{self.where.rank:05d}.json", found)
 
     def __enter__(self) -> Session:
         return self
@@ -380,7 +399,3 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _or_never(step: int | None) -> int:
-    return _NEVER if step is None else step

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from typing import TextIO
 
 from msprobe_megatron.record.directory import RunDirectory
 
@@ -18,19 +20,25 @@ class Voice:
     """
 
     def __init__(self, directory: RunDirectory, rank: int) -> None:
-        self._directory, self._rank = directory, rank
+        self.directory, self.rank = directory, rank
         self.step = -1
         self.faults: list[str] = []
 
     def say(self, text: str, event: str) -> None:
         """One line on standard error, and an event of the running step."""
-        print(f"msprobe [rank {self._rank}]: {text}", file=sys.stderr, flush=True)
+        _print(f"msprobe [rank {self.rank}]: {text}", sys.stderr)
         try:
-            self._directory.append_event({"event": event, "rank": self._rank, "step": self.step, "text": text})
+            self.directory.append_event({"event": event, "rank": self.rank, "step": self.step, "text": text})
         except OSError as error:
             self.faults.append(f"events: {error}")
 
     def tell(self, text: str) -> None:
         """One line on rank 0's standard output, where it lands in the job's log."""
-        if self._rank == 0:
-            print(f"msprobe: {text}", flush=True)
+        if self.rank == 0:
+            _print(f"msprobe: {text}", sys.stdout)
+
+
+def _print(line: str, stream: TextIO | None) -> None:
+    # A log that is closed, full or piped into a program that has ended is no reason to stop a job.
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=stream, flush=True)

@@ -21,12 +21,15 @@ ALLOWED: dict[str, set[str]] = {
     "clock": set(),
     "importing": set(),
     "switch": set(),
+    "last_words": set(),
+    "bulletin": set(),
     "topology": {"config"},
     "facts": {"config", "topology"},
     "patching": {"config", "importing"},
     "overlays": {"config"},
     "launching": {"config", "overlays"},
-    "fault_guard": set(),
+    "voice": {"record"},
+    "fault_guard": {"record", "voice", "config", "patching", "backends"},
     "plain_loop": {"clock", "topology"},
     "dispatch": {"patching", "topology"},
     "backends": {"config", "importing", "patching"},
@@ -51,10 +54,20 @@ TOP = {
         "attaching",
         "integrations",
         "dumping",
+        "perturbing",
+        "monitoring",
+        "alerting",
+        "flight_recorder",
+        "checking",
+        "exchanging",
         "parts",
         "parts_asked",
-        "voice",
         "step_numbers",
+        "control",
+        "debugger",
+        "saving",
+        "seeding",
+        "while_recording",
         "arming",
         "cli",
         "bench",
@@ -63,7 +76,13 @@ TOP = {
     *("run", "adaptor", "demo"),
 }
 # What the package's __init__ hands out lazily, and the room it really is in.
-HANDED_OUT = {"attach": "attaching", "Session": "session"}
+HANDED_OUT = {
+    "attach": "attaching",
+    "Session": "session",
+    "PrecisionDebugger": "debugger",
+    "save": "saving",
+    "seed_all": "seeding",
+}
 
 MAY_IMPORT_MEGATRON = {"topology", "backends", "demo", "patches"}
 # The rooms that run inside a training job, less `record`, which is where files are written.

@@ -20,12 +20,14 @@ from msprobe_megatron.analyse.causes import DIVERGED, INHERITED, classify
 from msprobe_megatron.analyse.comparable import different_models, lonely_weights, no_common_step
 from msprobe_megatron.analyse.differences import Difference, data_differ, difference, each_once, replicas
 from msprobe_megatron.analyse.hints import hints
-from msprobe_megatron.analyse.judge import Judgement, errors, judge, scales
+from msprobe_megatron.analyse.judge import Judgement, distances, judge
 from msprobe_megatron.analyse.load import Run
 from msprobe_megatron.analyse.match import STATISTICS, Pairs, match
 from msprobe_megatron.analyse.order import causal_order, forward_places
 from msprobe_megatron.analyse.ranks import RankFinder
+from msprobe_megatron.analyse.shard_rules import first_rule
 from msprobe_megatron.analyse.summary import warnings
+from msprobe_megatron.analyse.tensor_pairs import Progress, compare_tensors
 from msprobe_megatron.analyse.tolerance import Floats, Scene, is_data, tolerances
 
 AGREE, DIVERGED_VERDICT, INCOMPARABLE = "agree", "diverged", "incomparable"
@@ -51,6 +53,8 @@ class Comparison:
     hints: list[str] = field(default_factory=list)
     nearest: dict[str, Any] | None = None
     """Of what agrees, the tensor nearest to its limit, and which share of the limit its error is."""
+    tensors: int = 0
+    """How many were compared element by element, both runs having saved them."""
     table: pa.Table | None = field(default=None, repr=False, compare=False)
     """All tensors with their figures and states, in order of cause."""
 
@@ -64,7 +68,13 @@ class Comparison:
         return plain
 
 
-def compare(golden: Run, run: Run, step: int | None = None, noise: Run | None = None) -> Comparison:
+def compare(
+    golden: Run,
+    run: Run,
+    step: int | None = None,
+    noise: Run | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
     """Compare `run` with `golden`; `noise` is a repetition of `golden`, whose distance from it raises the tolerance.
 
     Example::
@@ -80,6 +90,7 @@ def compare(golden: Run, run: Run, step: int | None = None, noise: Run | None = 
     different = different_models(golden, run, pairs)
     if different:
         return replace(result, verdict=INCOMPARABLE, reason=different)
+    compare_tensors(golden, run, step, pairs, progress)
     judgement = _judge(golden, run, pairs, step, noise)
     judgement.diverged |= lonely_weights(golden, run, pairs)
     if (golden.facts.get("gradient_scale") is None) != (run.facts.get("gradient_scale") is None):
@@ -93,7 +104,8 @@ def compare(golden: Run, run: Run, step: int | None = None, noise: Run | None = 
         result,
         counts={state: counts.get(state, 0) for state in _STATES},
         layout=dict(Counter(text for text, state in zip(judgement.layout, states, strict=True) if state == "layout")),
-        hints=_told(golden, run),
+        hints=[*_told(golden, run, pairs), *_unmatched_rules(golden, run, pairs)],
+        tensors=len(pairs.tensors.figures) if pairs.tensors is not None else 0,
         nearest=_nearest(pairs, judgement, states),
         table=_table(pairs, judgement, states, order),
     )
@@ -133,17 +145,29 @@ _TIMES_NOISE = 4.0
 def _measured(golden: Run, noise: Run, pairs: Pairs, step: int | None) -> tuple[Floats, Floats]:
     """Four times the distance between the golden run and its repetition, tensor by tensor."""
     repeated = match(golden, noise, step)
+    compare_tensors(golden, noise, step, repeated)
     keys, wanted = repeated.keys(), pairs.keys()
     found = []
-    for measured in errors(repeated, scales(repeated)):
+    for measured in distances(repeated):
         by_key = dict(zip(keys, np.where(np.isfinite(measured), measured, 0.0), strict=True))
         found.append(_TIMES_NOISE * np.array([by_key.get(key, 0.0) for key in wanted]))
     return found[0], found[1]
 
 
-def _told(golden: Run, run: Run) -> list[str]:
+def _told(golden: Run, run: Run, pairs: Pairs) -> list[str]:
     """What the runs themselves say is missing: a comparison of half a run must not look like one of all of it."""
-    return [f"{side.path}: {text}" for side in (golden, run) for text in warnings(side)[:2]]
+    unread = pairs.tensors.problems[:2] if pairs.tensors is not None else []
+    return [*(f"{side.path}: {text}" for side in (golden, run) for text in warnings(side)[:2]), *unread]
+
+
+def _unmatched_rules(golden: Run, run: Run, pairs: Pairs) -> list[str]:
+    """Shard specs that fit no tensor: a name that was written wrong must not pass for a merge."""
+    rules = dict.fromkeys((*golden.shards, *run.shards))
+    if not rules:
+        return []
+    tensors = set(zip(*(pairs[column].tolist() for column in ("kind", "name", "io", "path")), strict=True))
+    lost = [rule for rule in rules if not any(first_rule([rule], *tensor) for tensor in tensors)]
+    return [f"shards: {rule.name!r} fits no recorded tensor" for rule in lost]
 
 
 def _nearest(pairs: Pairs, judgement: Judgement, states: Sequence[str]) -> dict[str, Any] | None:
@@ -175,6 +199,9 @@ def _table(pairs: Pairs, judgement: Judgement, states: Sequence[str], order: Any
     columns["state"] = np.array(states, object)[order]
     columns["error"], columns["tolerance"] = judgement.error[order], judgement.tolerance[order]
     columns["reason"] = judgement.layout[order]
+    if pairs.tensors is not None:
+        for name, figure in (("relative_l2", "relative"), ("max_abs", "largest"), ("cosine", "cosine")):
+            columns[name] = pairs.tensors.column(figure)[order]
     for name in (*STATISTICS, "dtype"):
         for side, text in (("l", "golden"), ("r", "run")):
             columns[f"{name}_{text}"] = pairs[f"{name}_{side}"][order]

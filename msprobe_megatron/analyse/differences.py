@@ -41,6 +41,8 @@ class Difference:
     tolerance: float
     state: str
     what: str
+    elements: dict[str, Any] | None = None
+    """Of tensors that both runs saved: relative_l2, max_abs, cosine, differing, numel, largest_at, first_at."""
 
 
 def each_once(pairs: Pairs, found: list[int]) -> list[int]:
@@ -75,7 +77,26 @@ def difference(
         tolerance=float(judgement.tolerance[i]),
         state=states[i],
         what=words(pairs, judgement, i),
+        elements=_elements(pairs, judgement, i),
     )
+
+
+def _elements(pairs: Pairs, judgement: Judgement, i: int) -> dict[str, Any] | None:
+    """Figures of saved tensors; `first_at` is the first element that is beyond the tolerance, or that differs."""
+    found = pairs.tensors.figures.get(i) if pairs.tensors is not None else None
+    if found is None or pairs.tensors is None:
+        return None
+    limit = float(judgement.tolerance[i] * np.nan_to_num(pairs["absmax_l"][i]))
+    first = pairs.tensors.first(i, limit) or pairs.tensors.first(i, 0.0)
+    return {
+        "relative_l2": found.relative if math.isfinite(found.relative) else None,
+        "max_abs": found.largest,
+        "cosine": found.cosine,
+        "differing": found.differing + found.unlike,
+        "numel": found.numel,
+        "largest_at": found.largest_at,
+        "first_at": first,
+    }
 
 
 def words(pairs: Pairs, judgement: Judgement, i: int) -> str:
@@ -88,7 +109,13 @@ def words(pairs: Pairs, judgement: Judgement, i: int) -> str:
     if bad[0] != bad[1]:
         return f"{bad[0]:.0f} non-finite elements against {bad[1]:.0f}"
     words = _furthest(pairs, i)
-    return f"elements are apart by {judgement.error[i]:.2g} of the norm; {words}" if judgement.sketch[i] else words
+    found = pairs.tensors.figures.get(i) if pairs.tensors is not None else None
+    if found is not None and found.differing:
+        return (
+            f"{found.differing} of {found.numel} elements differ, by {found.relative:.2g} of the norm"
+            f" (cosine {found.cosine:.6g}), most at {list(found.largest_at or ())}; {words}"
+        )
+    return f"elements are apart by {judgement.error[i]:.2g} of the norm; {words}" if judgement.element[i] else words
 
 
 def _furthest(pairs: Pairs, i: int) -> str:

@@ -65,13 +65,13 @@ class Apart:
 
 @dataclass(frozen=True)
 class View:
-    """A part of a tensor: dtype in the words of safetensors (NumPy has no bf16) and its words as they lie in the file."""
+    """A part of a tensor: its words as they lie in the file, and their dtype as safetensors names it."""
 
     dtype: str
     words: Array
 
     def __getitem__(self, where: tuple[slice, ...]) -> View:
-        return View(self.dtype, self.words[where])
+        return View(self.dtype, self.words[where] if where else self.words)
 
 
 def add_views(apart: Apart, x: View, y: View, at: Index, ratio: float = 1.0) -> None:
@@ -130,21 +130,21 @@ def widened(view: View) -> Array:
         widened(View("BF16", words)).dtype      # float32
     """
     words = view.words.reshape(-1)  # copies only what is not in one piece
-    if view.dtype == "F32":
-        return np.ascontiguousarray(words)
-    if view.dtype == "BF16":
-        wide = words.astype("<u4")
-        np.left_shift(wide, 16, out=wide)
-        return wide.view("<f4")
-    if view.dtype == "F16":
-        return _from_half(words)
-    if view.dtype == "F8_E5M2":
-        return _from_half((words.view("<u1").astype("<u2") << 8).view("<f2"))
-    if view.dtype == "F8_E4M3":
-        return _E4M3[words.view("<u1")]
-    if view.dtype == "C64":
-        return np.ascontiguousarray(words).view("<f4")
+    return _WIDEN.get(view.dtype, _double)(words)
+
+
+def _double(words: Array) -> Array:
     return words.astype("<f8")
+
+
+def _plain(words: Array) -> Array:
+    return np.ascontiguousarray(words).view("<f4")
+
+
+def _from_bf16(words: Array) -> Array:
+    wide = words.astype("<u4")
+    np.left_shift(wide, 16, out=wide)
+    return wide.view("<f4")
 
 
 def _from_half(words: Array) -> Array:
@@ -168,6 +168,22 @@ def _e4m3() -> Array:
 
 
 _E4M3 = _e4m3()
+
+
+def _from_e4m3(words: Array) -> Array:
+    values: Array = _E4M3[words.view("<u1")]
+    return values
+
+
+def _from_e5m2(words: Array) -> Array:
+    return _from_half((words.view("<u1").astype("<u2") << 8).view("<f2"))
+
+
+# A complex number is two real ones.
+_WIDEN = {
+    **{"F32": _plain, "C64": _plain, "BF16": _from_bf16, "F16": _from_half},
+    **{"F8_E4M3": _from_e4m3, "F8_E5M2": _from_e5m2},
+}
 
 
 def _same(x: Array, y: Array) -> bool:

@@ -24,15 +24,15 @@ _BAD = ("n_nan", "n_posinf", "n_neginf")
 class Judgement:
     """One entry a pair of tensors; `layout` holds the reason where they cannot be compared, else an empty text.
 
-    `replica` marks what differs between the ranks of one run that should hold the same numbers, `sketch` errors that
-    are norms of a difference.
+    `replica` marks what differs between the ranks of one run that should hold the same numbers, `element` errors that
+    are those of single elements, from sketches or saved tensors.
     """
 
     error: Floats
     tolerance: Floats
     diverged: Flags
     replica: Flags
-    sketch: Flags
+    element: Flags
     layout: npt.NDArray[np.object_]
 
 
@@ -47,9 +47,9 @@ def judge(pairs: Pairs, allowed: Allowed, padded_vocabulary: tuple[int, int] | N
     layout = _reasons(pairs, both, padded_vocabulary)
     scale = scales(pairs)
     error, tolerance = _worse(errors(pairs, scale), allowed)
-    apart = pairs["distance"] / np.maximum(scale, _TINY)
-    by_sketch = np.nan_to_num(apart / allowed.element) > error / tolerance
-    error, tolerance = np.where(by_sketch, apart, error), np.where(by_sketch, allowed.element, tolerance)
+    apart = _element_errors(pairs, scale, allowed)
+    by_element = np.nan_to_num(apart / allowed.element, posinf=np.inf) > error / tolerance
+    error, tolerance = np.where(by_element, apart, error), np.where(by_element, allowed.element, tolerance)
     between, between_allowed = _worse(_replica_errors(pairs, scale), allowed)
     comparable = both & (layout == "")
     diverged = comparable & (error > tolerance)
@@ -64,7 +64,7 @@ def judge(pairs: Pairs, allowed: Allowed, padded_vocabulary: tuple[int, int] | N
         tolerance=np.where(by_replica, between_allowed, tolerance),
         diverged=(diverged & ~same) | flipped | (replica & comparable),
         replica=replica,
-        sketch=by_sketch & ~by_replica,
+        element=by_element & ~by_replica,
         layout=layout,
     )
 
@@ -81,17 +81,45 @@ def _bits(pairs: Pairs) -> tuple[Flags, Flags]:
     digests = list(zip(pairs["digest_l"], pairs["digest_r"], strict=True))
     known = np.array([a is not None and b is not None for a, b in digests], bool) & (pairs["dims_l"] == pairs["dims_r"])
     same = np.array([a == b for a, b in digests], bool)
-    return known & same, known & ~same
+    if pairs.tensors is None:
+        return known & same, known & ~same
+    # Elements say it too, and whether digests were asked for or not.
+    differing = pairs.tensors.column("differing") + pairs.tensors.column("unlike")
+    comparable = pairs["dtype_l"] == pairs["dtype_r"]
+    return (known & same) | (comparable & (differing == 0)), (known & ~same) | (comparable & (differing > 0))
+
+
+def _element_errors(pairs: Pairs, scale: Floats, allowed: Allowed) -> Floats:
+    """Norm of the difference over the norm; of saved tensors also the largest difference over the largest number."""
+    apart: Floats = pairs["distance"] / np.maximum(scale, _TINY)
+    if pairs.tensors is None:
+        return apart
+    largest = pairs.tensors.column("largest") / np.maximum(_largest(pairs, scale), _TINY)
+    worse: Floats = np.fmax(apart, largest * allowed.element / allowed.extreme)
+    return np.where(pairs.tensors.column("unlike") > 0, np.inf, worse)
+
+
+def distances(pairs: Pairs) -> tuple[Floats, Floats]:
+    """How far a run is from its repetition: averages, and extremes or single elements, in the units of tolerances.
+
+    Example::
+
+        average, extreme = distances(match(golden, repetition))
+    """
+    scale = scales(pairs)
+    average, extreme = errors(pairs, scale)
+    single = np.nan_to_num(pairs["distance"] / np.maximum(scale, _TINY))
+    if pairs.tensors is not None:
+        largest = pairs.tensors.column("largest", 0.0) / np.maximum(_largest(pairs, scale), _TINY)
+        single = np.maximum(single, largest)
+    return average, np.maximum(extreme, single)
 
 
 def errors(pairs: Pairs, scale: Floats) -> tuple[Floats, Floats]:
     """Relative errors of norm or sum, and of the extremes; infinite where numbers of non-finite elements differ."""
     numel = np.maximum(pairs["numel_l"], pairs["numel_r"]).astype(np.float64)
     norm_l, norm_r = _norm(pairs["sumsq_l"]), _norm(pairs["sumsq_r"])
-    largest = np.maximum(_zero(pairs["absmax_l"]), _zero(pairs["absmax_r"]))
-    # Where the norm was replaced by a larger scale, the extremes follow it.
-    own = np.maximum(norm_l, norm_r)
-    largest = largest * np.where(own > 0, scale / np.maximum(own, _TINY), 1.0)
+    largest = _largest(pairs, scale)
     average: Floats = np.maximum.reduce(
         [
             np.abs(norm_l - norm_r) / np.maximum(scale, _TINY),
@@ -104,6 +132,14 @@ def errors(pairs: Pairs, scale: Floats) -> tuple[Floats, Floats]:
         average = np.where(_zero(pairs[f"{name}_l"]) != _zero(pairs[f"{name}_r"]), np.inf, average)
     extreme = np.maximum(_apart(pairs, "min"), _apart(pairs, "max")) / np.maximum(largest, _TINY)
     return np.where(np.isnan(average), np.inf, average), np.where(np.isnan(extreme), np.inf, extreme)
+
+
+def _largest(pairs: Pairs, scale: Floats) -> Floats:
+    """The largest number of either side; where the norm was replaced by a larger scale, it follows it."""
+    own = np.maximum(_norm(pairs["sumsq_l"]), _norm(pairs["sumsq_r"]))
+    largest = np.maximum(_zero(pairs["absmax_l"]), _zero(pairs["absmax_r"]))
+    followed: Floats = largest * np.where(own > 0, scale / np.maximum(own, _TINY), 1.0)
+    return followed
 
 
 def _part_errors(pairs: Pairs) -> Floats:

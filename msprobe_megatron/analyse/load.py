@@ -13,6 +13,10 @@ from typing import Any
 import duckdb
 
 from msprobe_megatron.analyse.checked import RunError, rank_facts, rows_problem, run_facts
+from msprobe_megatron.analyse.shard_rules import with_rules
+from msprobe_megatron.config.errors import ConfigError
+from msprobe_megatron.config.node import Context, Node
+from msprobe_megatron.config.shards import ShardRule, parse_shards
 
 __all__ = ["Run", "RunError", "open_run"]
 
@@ -35,6 +39,8 @@ class Run:
     ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
     files: list[tuple[int, int, Path]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    shards: tuple[ShardRule, ...] = ()
+    """Shard specs given by the user, in place of recorded ones."""
 
     @property
     def steps(self) -> list[int]:
@@ -55,11 +61,12 @@ class Run:
             asked = "" if step is None else f" of step {step}; recorded steps: {self.steps or 'none'}"
             raise RunError(f"{self.path}: no rows{asked}")
         connection = connection if connection is not None else duckdb.connect()
-        return connection.read_parquet(paths)
+        rows = connection.read_parquet(paths)
+        return with_rules(connection, rows, self.shards, self.sizes) if self.shards else rows
 
 
-def open_run(path: str | Path) -> Run:
-    """Read the facts of a run directory and find its files."""
+def open_run(path: str | Path, shards: tuple[ShardRule, ...] = ()) -> Run:
+    """Read the facts of a run directory and find its files; `shards` go before those of the run's own probe file."""
     root = Path(path)
     if not root.is_dir():
         raise RunError(f"{root}: not a directory; expected a run directory (it holds run.json)")
@@ -67,6 +74,7 @@ def open_run(path: str | Path) -> Run:
     if not facts_file.is_file():
         raise RunError(f"{root}: no run.json; expected a run directory such as the --msprobe-output of a job")
     run = Run(root, run_facts(facts_file))
+    run.shards = (*shards, *_own_rules(run, facts_file))
     for file in sorted((root / "ranks").glob("rank_*.json")):
         match = _RANK.search(file.name)
         if match and file.stat().st_size:
@@ -88,6 +96,15 @@ def open_run(path: str | Path) -> Run:
                 run.problems.append(f"{file.relative_to(root)} {problem}")
     run.problems.extend(_missing(run))
     return run
+
+
+def _own_rules(run: Run, source: Path) -> tuple[ShardRule, ...]:
+    """Shard specs of the probe file that the job was started with."""
+    given = run.facts.get("probe", {}).get("content", {}).get("shards", [])
+    try:
+        return parse_shards(Node(given, "probe.content.shards", Context(str(source))))
+    except ConfigError as error:
+        raise RunError(str(error)) from error
 
 
 def _missing(run: Run) -> list[str]:

@@ -8,7 +8,7 @@ expert), the smaller ones are added up to the least common number of samples.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import numpy as np
@@ -17,6 +17,9 @@ import numpy.typing as npt
 from msprobe_megatron.analyse.load import Run
 from msprobe_megatron.analyse.merge import labelled_query, merge_query, micro_batch_size
 from msprobe_megatron.analyse.sketches import count, distances
+
+if TYPE_CHECKING:
+    from msprobe_megatron.analyse.tensor_pairs import TensorPairs
 
 COMPARED = (
     *("activation", "gradient", "parameter", "grad_reduced", "grad_clipped"),
@@ -41,6 +44,8 @@ class Pairs:
     columns: dict[str, Column]
     same_cuts: bool = False
     """Whether both runs cut their tensors alike, so that parts can be compared too."""
+    tensors: TensorPairs | None = None
+    """Exact figures of those pairs that both runs have saved as tensors; see `tensor_pairs`."""
 
     def __len__(self) -> int:
         return len(self.columns["step"])

@@ -74,12 +74,14 @@ def merge_query(
     return _filled(_QUERY, words)
 
 
-def labelled_query(connection: duckdb.DuckDBPyConnection, run: Run, step: int | None, prefix: str) -> str:
-    """The rows with sketches as SQL: what they are, `part`, `samples_from` and the `factor` of their gradients."""
+def labelled_query(
+    connection: duckdb.DuckDBPyConnection, run: Run, step: int | None, prefix: str, *, by_rank: bool = False
+) -> str:
+    """The rows of tensors with a place as SQL: what they are, `part`, `samples_from`, the `factor` of gradients."""
     # The loss rows hold the loss scale.
     kinds = ("activation", "gradient", "parameter", "grad_reduced", "loss")
-    words = _register(connection, run, step, prefix, kinds, by_rank=False)
-    return _filled(_SKETCHED, words)
+    words = _register(connection, run, step, prefix, kinds, by_rank=by_rank)
+    return _filled(_LABELLED, words)
 
 
 def _filled(query: str, words: dict[str, str]) -> str:
@@ -260,8 +262,9 @@ select {key}, tokens, op, dtype, global_shape, numel, min / factor as min, max /
 from scaled
 """
 
-_SKETCHED = """
+_LABELLED = """
 select step, phase, kind, name, io, path, rank, sketch, hash({part}, flat) as part,
+    tensor, dtype, shape, global_shape, shard, tp, pp, dp, cp, ep, etp, edp,
     case when microbatch is null then 0 when tokens = 'samples' then (microbatch * {dp_size} + dp) * {mbs}
          else microbatch * {dp_size} * {mbs} end as samples_from,
     case kind when 'gradient' then {scale} * coalesce(loss_scale, 1)

@@ -160,8 +160,12 @@ def warnings(run: Run) -> list[str]:
         f"dump.list: {text!r} matched nothing on any rank" for text, n in patterns.items() if n == len(run.ranks)
     )
     known = "\n".join(found)
+    faults = [fault for text in found if (fault := text.partition(": fault: ")[2])]
     for event in read_events(run.path):
         text = str(event.get("text", event.get("event", "")))
-        if event.get("event") not in ("not_happened", "fault") and text and text not in known:
+        if event.get("event") == "not_happened" or not text or text in known:
+            continue
+        # A rank that was killed has left its fault here alone.
+        if event.get("event") != "fault" or not any(fault in text for fault in faults):
             found.append(f"rank {event.get('rank')}: {text}")
     return found

@@ -6,6 +6,7 @@ They read arguments, call `analyse` and hand its findings to `report`. What they
 COMMANDS = (
     "demo",
     "validate",
+    "ctl",
     "patches",
     "summary",
     "compare",

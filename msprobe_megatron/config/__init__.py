@@ -13,6 +13,7 @@ from msprobe_megatron.config.errors import ConfigError
 from msprobe_megatron.config.load import Overrides, from_document, load
 from msprobe_megatron.config.schema import (
     Alert,
+    AlertAction,
     ChecksConfig,
     DumpConfig,
     Limits,
@@ -29,6 +30,7 @@ from msprobe_megatron.config.sizes import format_size
 __all__ = [
     "NOT_YET",
     "Alert",
+    "AlertAction",
     "ChecksConfig",
     "ConfigError",
     "DumpConfig",

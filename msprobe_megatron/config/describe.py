@@ -24,6 +24,9 @@ def describe(config: ProbeConfig) -> str:
         "perturb": _perturb(config.perturb) if config.perturb else "",
         "checks": ", ".join(_switched_on(config.checks, ("replicas", "collectives"))),
         "recorder": f"last {recorder.keep_steps} steps, on {', '.join(recorder.on)}" if recorder else "",
+        "shards": f"{len(config.shards)} specs given: {', '.join(rule.name for rule in config.shards)}"
+        if config.shards
+        else "",
         "limits": f"host memory {format_size(limits.host_memory)}"
         + (f", disk {format_size(limits.disk)}" if limits.disk is not None else ""),
         "faults": "stop the job (strict)" if config.strict else "disarm the probe, training goes on",
@@ -48,19 +51,38 @@ def _dump(dump: DumpConfig) -> str:
 
 
 def _monitor(monitor: MonitorConfig) -> str:
-    kinds = _switched_on(monitor, ("activations", "gradients", "optimizer", "parameters", "comm"))
+    kinds = _switched_on(
+        monitor,
+        (
+            *("activations", "gradients", "clipped", "microbatch_gradients", "optimizer", "master_weights", "update"),
+            *("agreement", "parameters", "data", "comm"),
+        ),
+    )
     where = f"{len(monitor.targets)} targets" if monitor.targets else "all modules"
     alerts = [
         alert.rule if alert.threshold is None else f"{alert.rule} {alert.threshold:g}" for alert in monitor.alerts
     ]
-    watched = f"{', '.join(kinds)} of {where}, every {monitor.every} steps, as {', '.join(monitor.format)}"
+    when = f"every {monitor.every} steps" + "".join(
+        (
+            f" from {monitor.start_step}" if monitor.start_step else "",
+            f" of {monitor.window.describe()}" if monitor.window else "",
+            f", {monitor.collect_times} times" if monitor.collect_times else "",
+        )
+    )
+    watched = f"{', '.join(kinds)} of {where}, {when}, as {', '.join(monitor.format)}"
     return watched + (f"; alerts: {', '.join(alerts)}" if alerts else "")
 
 
 def _perturb(perturb: PerturbConfig) -> str:
-    names = ", ".join((*perturb.list, *perturb.scope)) or "all operators"
-    preheat = f", thresholds from {perturb.preheat_steps} steps" if perturb.preheat else ""
-    return f"{perturb.handler} by {perturb.mode} in {perturb.stage} of {names}{preheat}"
+    names = ", ".join((*perturb.list, *perturb.scope, *perturb.modules)) or "all operators"
+    extras = [
+        f"layers {perturb.layers.describe()}" if perturb.layers else "",
+        f"microbatches {perturb.microbatches.describe()}" if perturb.microbatches else "",
+        f"within {perturb.share:.3g} of a step" if perturb.share < 1 else "",
+        f"thresholds from {perturb.preheat_steps} steps" if perturb.preheat else "",
+    ]
+    first = f"{perturb.handler} by {perturb.mode} ({perturb.profile}) in {perturb.stage} of {names}"
+    return ", ".join([first, *filter(None, extras)])
 
 
 def _switched_on(section: object, names: tuple[str, ...]) -> list[str]:

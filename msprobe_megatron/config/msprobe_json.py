@@ -85,7 +85,7 @@ def _dump_task(task: str) -> Via:
 
 
 def _perturb_task(draft: Draft, node: Node) -> None:
-    draft.document.setdefault("perturb", {})
+    draft.put("perturb.profile", "msprobe", node.path)
     draft.origins["perturb"] = "task"
 
 
@@ -141,7 +141,10 @@ def _summary_mode(draft: Draft, node: Node) -> None:
 
 def _fuzz_device(draft: Draft, node: Node) -> None:
     device = node.choice(("npu", "cpu"))
-    draft.note(node.path, f"{device}: the device follows from pert_mode; only to_cpu runs on the host")
+    if device == "cpu":
+        draft.put("perturb.device", device, node.path)
+    else:
+        draft.note(node.path, f"{device}: the device follows from pert_mode; only to_cpu runs on the host")
 
 
 def _grad_names(draft: Draft, node: Node) -> None:

@@ -5,7 +5,7 @@ gradients and optimizer state; the later one switches each kind on by its own ke
 monitor (``monitors``) is recognised and refused as a whole.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from msprobe_megatron.config.node import Node
 from msprobe_megatron.config.schema import ProbeConfig
@@ -52,14 +52,13 @@ def translate_monitor(root: Node) -> Draft:
 
 
 def _window(draft: Draft, given: dict[str, Node]) -> None:
-    """Turn the start, the interval and the number of collections into a range of steps."""
-    if not given:
-        return
-    bounds = {"start_step": (0, 0), "step_interval": (1, 1), "collect_times": (1, 10**8)}
-    start, interval, times = (
-        given[key].integer(low, 10**8) if key in given else default for key, (low, default) in bounds.items()
-    )
-    draft.put("steps", [f"{start}-{start + interval * (times - 1)}/{interval}"], "/".join(given))
+    """The start, the interval and the number of collections, which 10**8 says has no end."""
+    bounds = {"start_step": (0, "start_step"), "step_interval": (1, "every"), "collect_times": (1, "collect_times")}
+    for key, node in given.items():
+        low, ours = bounds[key]
+        number = node.integer(low, 10**8)
+        if key != "collect_times" or number < 10**8:
+            draft.put(f"monitor.{ours}", number, key)
 
 
 def _targets(draft: Draft, node: Node) -> None:
@@ -83,6 +82,17 @@ def _all_modules(draft: Draft, node: Node) -> None:
     if node.boolean() and draft.document["monitor"].get("targets"):
         raise refusal(node, "targets select modules and parameters alike; write targets: {} for all of them")
     draft.note(node.path, "empty targets are all modules")
+
+
+def _only(direction: str) -> Callable[[Draft, Node], None]:
+    def read(draft: Draft, node: Node) -> None:
+        if not node.boolean():
+            return
+        if draft.document["monitor"].get("direction", direction) != direction:
+            raise refusal(node, "forward_only and backward_only together collect nothing; leave one out")
+        draft.put("monitor.direction", direction, node.path)
+
+    return read
 
 
 def _collectives(draft: Draft, node: Node) -> None:
@@ -150,12 +160,12 @@ MONITOR: Table = {
     "module_ranks": Via(_module_ranks),
     **{key: To(f"monitor.{kind}") for key, kind in _KINDS.items()},
     "all_xy": Via(_all_modules),
-    "forward_only": Refuse("activations and their gradients come together; leave it out", (False,)),
-    "backward_only": Refuse("activations and their gradients come together; leave it out", (False,)),
-    "monitor_mbs_grad": Refuse("gradients are watched per step; write dump for each microbatch", (False,)),
-    "ur_distribution": Refuse("there are no heat maps of updates; write param_distribution", (False,)),
-    "mg_direction": Refuse("signs of gradient and momentum are not compared; leave it out", (False,)),
-    "mg_distribution": Refuse("signs of gradient and momentum are not compared; leave it out", (False,)),
+    "forward_only": Via(_only("forward")),
+    "backward_only": Via(_only("backward")),
+    "monitor_mbs_grad": To("monitor.microbatch_gradients"),
+    "ur_distribution": To("monitor.update"),
+    "mg_direction": To("monitor.agreement"),
+    "mg_distribution": To("monitor.agreement"),
     "cc_distribution": Via(_collectives),
     "alert": Via(_alert),
     "ops": Always("all statistics are always recorded", _ops),

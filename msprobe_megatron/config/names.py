@@ -16,10 +16,14 @@ def parse_name_list(node: Node) -> tuple[str, ...]:
 
     Example: ``[mlp, /layers.[0-3]/]``.
     """
-    return tuple(_pattern(item) for item in node.items(f"a list; each item {ACCEPTED}"))
+    return tuple(parse_name_pattern(item) for item in node.items(f"a list; each item {ACCEPTED}"))
 
 
-def _pattern(node: Node) -> str:
+def parse_name_pattern(node: Node) -> str:
+    """Read one name pattern.
+
+    Example: ``/layers.[0-3]/``.
+    """
     text = node.text(ACCEPTED)
     # No name holds a slash, so an expression that is not closed would match nothing, silently.
     if text.startswith("/") != text.endswith("/") or not text.strip("/"):

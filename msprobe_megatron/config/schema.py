@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from msprobe_megatron.config.selection import RankSelection, StepSelection
+from msprobe_megatron.config.shards import ShardRule
 
 Level = Literal["L0", "L1", "mix", "debug"]
 Task = Literal["statistics", "tensor", "structure", "nonfinite"]
@@ -18,7 +19,11 @@ DataMode = Literal["all", "forward", "backward", "input", "output"]
 Mode = Literal["improve_precision", "add_noise", "bit_noise", "change_value", "no_change", "to_cpu"]
 Handler = Literal["check", "fix"]
 Stage = Literal["forward", "backward"]
-Rule = Literal["nonfinite", "spike", "limit"]
+Profile = Literal["ulp", "msprobe"]
+Twin = Literal["precision", "sibling"]
+Rule = Literal["nonfinite", "spike", "limit", "vanish", "replica", "dead_expert", "custom"]
+Direction = Literal["both", "forward", "backward"]
+Microbatches = Literal["each", "summed"]
 Format = Literal["parquet", "tensorboard"]
 Trigger = Literal["nonfinite", "alert", "signal"]
 
@@ -29,7 +34,11 @@ DATA_MODES: tuple[str, ...] = get_args(DataMode)
 MODES: tuple[str, ...] = get_args(Mode)
 HANDLERS: tuple[str, ...] = get_args(Handler)
 STAGES: tuple[str, ...] = get_args(Stage)
+PROFILES: tuple[str, ...] = get_args(Profile)
+TWINS: tuple[str, ...] = get_args(Twin)
 RULES: tuple[str, ...] = get_args(Rule)
+DIRECTIONS: tuple[str, ...] = get_args(Direction)
+MICROBATCHES: tuple[str, ...] = get_args(Microbatches)
 FORMATS: tuple[str, ...] = get_args(Format)
 TRIGGERS: tuple[str, ...] = get_args(Trigger)
 SECTIONS = ("dump", "monitor", "perturb", "checks", "recorder")
@@ -76,27 +85,71 @@ class Target:
 
 
 @dataclass(frozen=True)
+class AlertAction:
+    """What an alert does beside saying so.
+
+    ``record`` steps are dumped at ``level`` from the next one on; ``recorder`` writes the flight recorder out;
+    ``command`` is run in the background, never through a shell.
+    """
+
+    record: int = 0
+    level: Level = "mix"
+    recorder: bool = False
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Alert:
     """A rule of the monitor.
 
-    ``nonfinite``: a NaN or an Inf. ``spike``: a norm above (1 + threshold) times its moving mean. ``limit``:
-    an absolute value above the threshold.
+    ``nonfinite``: a NaN or an Inf. ``spike``: a norm more than (1 + threshold) times above or below the median of the
+    last ``window`` values and more than ``deviations`` robust deviations from it. ``limit``: an absolute value above
+    the threshold. ``vanish``: a norm below threshold times the median, or nothing but zeros where there were none.
+    ``replica``: ranks that should hold the same do not (needs ``checks``). ``dead_expert``: an expert that no token
+    reached. ``custom``: what ``expression`` says of a row. ``cooldown`` counts steps; ``names`` and ``kinds`` choose
+    rows, empty is all.
     """
 
     rule: Rule
     threshold: float | None = None
+    window: int = 32
+    deviations: float = 8.0
+    cooldown: int = 100
+    names: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    expression: str = ""
+    action: AlertAction | None = None
 
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """The ``monitor`` section: what is watched all along the training; no targets means every module."""
+    """The ``monitor`` section: what is watched all along the training; no targets means every module.
+
+    ``activations``: inputs and outputs of modules and their gradients, in the chosen ``direction``. ``gradients``: those
+    of weights before and after reduction; also after clipping, and of each microbatch, if asked. ``optimizer``: the
+    moments. ``master_weights``, ``update`` (and its ratio to the weight) and ``agreement`` (of the signs of gradient and
+    momentum) are of the optimizer too. ``parameters``: before and after the step. ``data``: digests of token ids.
+    ``microbatches``: a row for each, or one for all of a step. Watched are the steps ``start_step``, ``start_step`` +
+    ``every``, … that lie in ``window``, ``collect_times`` of them; ``steps`` of the probe file is the dump's.
+    """
 
     activations: bool = True
+    direction: Direction = "both"
+    microbatches: Microbatches = "each"
     gradients: bool = True
+    clipped: bool = False
+    microbatch_gradients: bool = False
     optimizer: bool = True
+    master_weights: bool = False
+    update: bool = False
+    agreement: bool = False
     parameters: bool = False
+    data: bool = False
     comm: bool = False
+    start_step: int = 0
     every: int = 1
+    collect_times: int | None = None
+    window: StepSelection | None = None
     targets: tuple[Target, ...] = ()
     alerts: tuple[Alert, ...] = ()
     format: tuple[Format, ...] = ("parquet",)
@@ -104,32 +157,75 @@ class MonitorConfig:
 
 @dataclass(frozen=True)
 class PerturbConfig:
-    """The ``perturb`` section: operators run again on a changed input, to judge or to repair them."""
+    """The ``perturb`` section: operators run again on a changed input, to judge or to repair them.
+
+    ``list`` holds parts of the names of API calls (``softmax``), ``modules`` those of modules (``linear_qkv``); with
+    neither and no ``scope`` it is the whole network. ``budget`` is the share of a step that examining may cost, 1.0
+    for everything at every step; None is 5 % for the whole network and everything else in full. ``rows`` are the
+    rows of each result that are computed again in high precision, 0 for all of them.
+    """
 
     mode: Mode = "improve_precision"
     handler: Handler = "check"
     stage: Stage = "forward"
     list: tuple[str, ...] = ()
     scope: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    layers: StepSelection | None = None
+    microbatches: StepSelection | None = None
+    profile: Profile = "ulp"
+    budget: float | None = None
+    device: Literal["cpu", "npu", "cuda"] | None = None
+    ulps: int = 1
+    rows: int = 16
+    twin: Twin = "precision"
     preheat: bool = False
     preheat_steps: int = 15
     max_samples: int = 20
 
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is named, so that the whole network is meant."""
+        return not (self.list or self.scope or self.modules)
+
+    @property
+    def share(self) -> float:
+        """The share of a step that examining may cost; 1.0 is no limit.
+
+        Example: ``PerturbConfig().share == 0.05``, ``PerturbConfig(list=("softmax",)).share == 1.0``.
+        """
+        if self.budget is not None:
+            return self.budget
+        sampled = self.whole and self.handler == "check" and self.profile == "ulp" and not self.preheat
+        return 0.05 if sampled else 1.0
+
 
 @dataclass(frozen=True)
 class ChecksConfig:
-    """The ``checks`` section: comparisons across ranks, the only part of the kit that communicates."""
+    """The ``checks`` section: comparisons across ranks, the only part of the kit that communicates.
+
+    ``replicas``: weights and gradients that ranks share; ``optimizer``: shards tile, learning rate and step agree;
+    ``rng``: random generators agree or differ as they should; ``collectives``: results of communication.
+    """
 
     replicas: bool = True
+    optimizer: bool = True
+    rng: bool = True
     collectives: bool = False
+    every: int = 1
 
 
 @dataclass(frozen=True)
 class RecorderConfig:
-    """The ``recorder`` section: the last steps kept in memory and written when something happens."""
+    """The ``recorder`` section: the last steps kept in memory and written when something happens.
+
+    An exception that escapes training always has them written.
+    """
 
     keep_steps: int = 4
     on: tuple[Trigger, ...] = ("nonfinite", "alert", "signal")
+    times: int = 8
+    """How often it is written out, at most."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +251,7 @@ class ProbeConfig:
     perturb: PerturbConfig | None = None
     checks: ChecksConfig | None = None
     recorder: RecorderConfig | None = None
+    shards: tuple[ShardRule, ...] = ()
     limits: Limits = field(default_factory=Limits)
     strict: bool = False
     source: str = ""

@@ -71,11 +71,11 @@ class StepSelection:
     def last(self) -> int | None:
         """The largest selected number; None when there is no end."""
         lasts = [span.last for span in self.spans]
-        return None if None in lasts else max(last for last in lasts if last is not None)
+        return None if None in lasts else max((last for last in lasts if last is not None), default=-1)
 
     def describe(self) -> str:
         """Return the selection in the grammar of the probe file: ``10, 20-22``."""
-        return ", ".join(span.describe() for span in self.spans)
+        return ", ".join(span.describe() for span in self.spans) or "none"
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,16 @@ def parse_selection(node: Node, accepted: str = ACCEPTED_NUMBERS) -> StepSelecti
     if not items:
         raise node.error("selects nothing", accepted)
     return StepSelection(_merge([_span(item, accepted) for item in items]))
+
+
+def parse_steps_or_none(node: Node) -> StepSelection:
+    """Read ``steps``, which may be ``none``: the job then waits for an order (`msprobe-megatron ctl`).
+
+    Example: ``none``, ``[10, "20-22"]``.
+    """
+    if isinstance(node.value, str) and node.value == "none":
+        return StepSelection(())
+    return parse_selection(node, f"{ACCEPTED_NUMBERS}, or none")
 
 
 def parse_steps(text: str, key: str = "--msprobe-steps", source: str = "command line") -> StepSelection:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from msprobe_megatron.config import schema
+from msprobe_megatron.config.alerts import ACTION, ALERT, parse_alert
 from msprobe_megatron.config.names import parse_name_list
 from msprobe_megatron.config.node import Node
-from msprobe_megatron.config.selection import parse_ranks, parse_selection
+from msprobe_megatron.config.selection import parse_ranks, parse_selection, parse_steps_or_none
+from msprobe_megatron.config.shards import SHARD, ShardRule, parse_shards
 from msprobe_megatron.config.sizes import parse_size
 
 Reader = Callable[[Node], Any]
@@ -23,6 +25,8 @@ _TENSOR = re.compile(r"tensor|tuple\[([0-9]{1,4})\](?::([0-9]{1,4}))?")
 _ACCEPTED_TENSOR = "tensor, tuple[N] or tuple[N]:i with i below N"
 # The modes whose second result is better than the first; only such a result may take its place.
 _FIXING_MODES = ("improve_precision", "to_cpu")
+_PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?) ?%")
+_WHOLE = 100
 
 
 def validate(node: Node) -> schema.ProbeConfig:
@@ -128,20 +132,12 @@ def _targets(node: Node) -> tuple[schema.Target, ...]:
     return tuple(schema.Target(name, **_read(child, _TARGET)) for name, child in targets.items())
 
 
-def _alert(node: Node) -> schema.Alert:
-    fields: dict[str, Any] = {"rule": node.choice(schema.RULES)} if isinstance(node.value, str) else _read(node, _ALERT)
-    if "rule" not in fields:
-        raise node.error("has no rule", f"{{rule: one of {', '.join(schema.RULES)}, threshold: number}}")
-    alert = schema.Alert(**fields)
-    if (alert.rule == "nonfinite") != (alert.threshold is None):
-        problem = "takes no threshold" if alert.rule == "nonfinite" else "needs a threshold"
-        raise node.error(problem, "nonfinite, {rule: spike, threshold: 0.5}, {rule: limit, threshold: 1e4}")
-    return alert
-
-
 def _monitor(node: Node) -> schema.MonitorConfig:
     config = schema.MonitorConfig(**_read(node, _MONITOR))
-    watched = ("activations", "gradients", "optimizer", "parameters", "comm")
+    watched = (
+        *("activations", "gradients", "clipped", "microbatch_gradients", "optimizer", "master_weights", "update"),
+        *("agreement", "parameters", "data", "comm"),
+    )
     if not any(getattr(config, name) for name in watched):
         raise node.context.error(node.path, "nothing asked", f"at least one of {', '.join(watched)}")
     return config
@@ -157,22 +153,45 @@ def _perturb(node: Node) -> schema.PerturbConfig:
 
     if config.list and config.scope:
         refuse("scope", "stands beside a list", "either list or scope")
-    if config.stage == "backward" and not (config.list or config.scope):
-        refuse("stage", "of the whole network is not affordable", "forward, or backward with a list")
+    if config.mode == "to_cpu" and config.device not in (None, "cpu"):
+        refuse("device", "is not where mode to_cpu runs", "device: cpu, or another mode")
+    if config.device == "cpu" and config.mode != "to_cpu":
+        refuse("device", f"is not where mode {config.mode} runs", "mode: to_cpu, or leave device out")
+    if config.profile == "msprobe" and config.stage == "backward" and config.whole:
+        refuse("stage", "of the whole network is not affordable with profile msprobe", "backward with a list, or profile: ulp")
     if config.handler == "fix":
-        if config.stage == "backward":
-            refuse("handler", "works in the forward stage only", "check, or stage: forward")
         if config.mode not in _FIXING_MODES:
             refuse("handler", f"cannot repair with mode {config.mode}", f"mode: {' or '.join(_FIXING_MODES)}")
         if config.preheat:
             refuse("handler", "has no thresholds to preheat", "check, or preheat: false")
+        if config.budget is not None and config.budget < 1:
+            refuse("budget", "would repair an operator at some steps only", "budget: all, or handler: check")
+    if config.twin == "sibling" and not (config.handler == "fix" and config.modules):
+        refuse("twin", "is the code of the same module in another layer", "handler: fix with names in modules")
+    if config.preheat and config.budget is not None and config.budget < 1:
+        refuse("preheat", "counts every call", "budget: all, or preheat: false")
     return config
+
+
+def _budget(node: Node) -> float:
+    accepted = "a share of the step such as 5%, or all"
+    if node.value == "all":
+        return 1.0
+    match = _PERCENT.fullmatch(node.value) if isinstance(node.value, str) else None
+    if match is None or not 0 < float(match[1]) <= _WHOLE:
+        raise node.error("is not a share", accepted)
+    return float(match[1]) / _WHOLE
+
+
+def _rows(node: Node) -> int:
+    return 0 if node.value == "all" else node.integer(1, 10**6)
 
 
 def _checks(node: Node) -> schema.ChecksConfig:
     config = schema.ChecksConfig(**_read(node, _CHECKS))
-    if not (config.replicas or config.collectives):
-        raise node.context.error(node.path, "nothing asked", "replicas: true or collectives: true")
+    kinds = ("replicas", "optimizer", "rng", "collectives")
+    if not any(getattr(config, kind) for kind in kinds):
+        raise node.context.error(node.path, "nothing asked", f"at least one of {', '.join(kinds)}")
     return config
 
 
@@ -202,16 +221,26 @@ _DUMP: dict[str, Reader] = {
     "layers": parse_selection,
 }
 _TARGET: dict[str, Reader] = {key: _tensor for key in ("input", "output", "input_grad", "output_grad")}
-_ALERT: dict[str, Reader] = {"rule": _choice(schema.RULES), "threshold": lambda node: node.positive_number()}
 _MONITOR: dict[str, Reader] = {
     "activations": _boolean,
+    "direction": _choice(schema.DIRECTIONS),
+    "microbatches": _choice(schema.MICROBATCHES),
     "gradients": _boolean,
+    "clipped": _boolean,
+    "microbatch_gradients": _boolean,
     "optimizer": _boolean,
+    "master_weights": _boolean,
+    "update": _boolean,
+    "agreement": _boolean,
     "parameters": _boolean,
+    "data": _boolean,
     "comm": _boolean,
+    "start_step": _integer(0),
     "every": _integer(1),
+    "collect_times": _integer(1),
+    "window": parse_selection,
     "targets": _targets,
-    "alerts": lambda node: tuple(_alert(item) for item in node.items("a list of rules")),
+    "alerts": lambda node: tuple(parse_alert(item) for item in node.items("a list of rules")),
     "format": _some_of(schema.FORMATS),
 }
 _PERTURB: dict[str, Reader] = {
@@ -220,22 +249,39 @@ _PERTURB: dict[str, Reader] = {
     "stage": _choice(schema.STAGES),
     "list": parse_name_list,
     "scope": _names,
+    "modules": parse_name_list,
+    "layers": parse_selection,
+    "microbatches": parse_selection,
+    "profile": _choice(schema.PROFILES),
+    "budget": _budget,
+    "device": _choice(("cpu", "npu", "cuda")),
+    "ulps": _integer(1, 1000),
+    "rows": _rows,
+    "twin": _choice(schema.TWINS),
     "preheat": _boolean,
     "preheat_steps": _integer(1),
     "max_samples": _integer(1),
 }
-_CHECKS: dict[str, Reader] = {"replicas": _boolean, "collectives": _boolean}
-_RECORDER: dict[str, Reader] = {"keep_steps": _integer(1, 10_000), "on": _some_of(schema.TRIGGERS)}
+_CHECKS: dict[str, Reader] = {
+    **dict.fromkeys(("replicas", "optimizer", "rng", "collectives"), _boolean),
+    "every": _integer(1),
+}
+_RECORDER: dict[str, Reader] = {
+    "keep_steps": _integer(1, 10_000),
+    "on": _some_of(schema.TRIGGERS),
+    "times": _integer(1),
+}
 _LIMITS: dict[str, Reader] = {"host_memory": parse_size, "disk": parse_size}
 _TOP: dict[str, Reader] = {
     "output": parse_output,
     "ranks": parse_ranks,
-    "steps": parse_selection,
+    "steps": parse_steps_or_none,
     "dump": _dump,
     "monitor": _monitor,
     "perturb": _perturb,
     "checks": _checks,
     "recorder": _recorder,
+    "shards": parse_shards,
     "limits": _limits,
     "strict": _boolean,
 }
@@ -247,4 +293,7 @@ TABLES: dict[type, Mapping[str, Reader]] = {
     schema.ChecksConfig: _CHECKS,
     schema.RecorderConfig: _RECORDER,
     schema.Limits: _LIMITS,
+    ShardRule: SHARD,
+    schema.Alert: ALERT,
+    schema.AlertAction: ACTION,
 }

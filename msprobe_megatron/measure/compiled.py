@@ -50,6 +50,8 @@ class Compiled:
 
     def __init__(self, kernel: Kernel, *, digest: bool = False, sketch: int = 0) -> None:
         self._stats, self._measure = kernel.stats, kernel.measure
+        self.many = kernel.many
+        """Address of a table of tensors, and their number: see `measure.many`."""
         self._numbered = digest or sketch > 0
         self._cells = sketch if self._numbered else STATISTICS_ONLY
         self._plans: dict[Any, Plan | None] = {}
@@ -59,6 +61,18 @@ class Compiled:
         }
         for name, table in self._tables.items():
             self._codes[getattr(torch, name)] = (library.BYTE, table.buffer_info()[0])
+
+    def readable(self, x: torch.Tensor) -> tuple[int, int] | None:
+        """Code of the dtype and address of its table of values; None when this is no tensor for the kernel.
+
+        Example::
+
+            compiled.readable(torch.ones(3))     # (0, 0)
+        """
+        found = self._codes.get(x.dtype)
+        if found is None or type(x) not in _PLAIN_TYPES or not x.is_cpu or x.layout is not _strided:
+            return None
+        return None if (not x.data_ptr() and x.numel()) or x.is_neg() or _is_wrapped(x) else found
 
     def __call__(self, x: torch.Tensor, address: int, numbering: Numbering | None = None) -> bool:
         """Fill the slot at ``address``; False, with the slot untouched, when this is no tensor for the kernel."""

@@ -44,7 +44,7 @@ class Measurer:
     """
 
     def __init__(self, slots: Slots, *, digest: bool = False, sketch: int = 0) -> None:
-        self._slots, self._addresses = slots, slots.addresses
+        self._slots, self.addresses = slots, slots.addresses
         self._numbered, self._cells = digest or sketch > 0, sketch
         kernel = native.kernel()
         self.compiled: Compiled | None = None
@@ -55,7 +55,7 @@ class Measurer:
 
     def __call__(self, x: torch.Tensor, slot: int, numbering: Numbering | None = None) -> bool:
         """Measure ``x`` into ``slot``; False, with the slot untouched, when ``x`` is not measurable."""
-        if self.compiled is not None and self.compiled(x, self._addresses[slot], numbering):
+        if self.compiled is not None and self.compiled(x, self.addresses[slot], numbering):
             return True
         floats = self._slots.floats(slot)
         if not measure_into(x, floats, self._slots.counts(slot)):

@@ -14,6 +14,7 @@
 namespace {
 
 constexpr int64_t PIECE = 2048;
+constexpr int64_t LONG_PIECE = 16384;  // where the end of a piece costs as much as a thousand of its elements
 
 // Vectors as wide as the level has; sixteen lanes are two to four of them where they are narrower.
 #if defined(__AVX512F__)
@@ -180,6 +181,81 @@ template <class R> INLINE void narrow_piece(const typename R::T* p, int64_t n, S
     add(s, part);
 }
 
+// Through memory by force: a vector that is read by halves would be kept there all through the loop that made it.
+INLINE void add_halves(Floats v, Doubles* to) {
+    volatile Floats stored = v;
+    HalfFloats left, right;
+    memcpy(&left, (const void*)&stored, BYTES / 2);
+    memcpy(&right, (const char*)&stored + BYTES / 2, BYTES / 2);
+    to[0] += __builtin_convertvector(left, Doubles);
+    to[1] += __builtin_convertvector(right, Doubles);
+}
+
+// Twice as fast: sums in float over runs of 512, sixteen additions to a lane, then in double. Extremes at which the square
+// of a float is lost go through the piece above.
+template <class R> INLINE void quick_piece(const typename R::T* p, int64_t n, Stats& s) {
+    constexpr int SETS = 2 * GROUPS;
+    int64_t whole = n & ~(int64_t)31;
+    if (!whole) {
+        narrow_piece<R>(p, n, s);
+        return;
+    }
+    Stats part;
+    clear(part);
+    Floats low, high;
+    R::load(p, low);
+    high = low;
+    Floats low_too = low, high_too = low;
+    Doubles wide_sums[2 * SETS] = {}, wide_squares[2 * SETS] = {};
+    Ints zeros = {}, zeros_too = {};
+    for (int64_t run = 0; run < whole; run += 512) {
+        int64_t stop = run + 512 < whole ? run + 512 : whole;
+        // No arrays here: the accumulators stay in registers. Two of each, or every addition would wait for the last.
+        for (int g = 0; g < GROUPS; g++) {
+            Floats sum = {}, square = {}, sum_too = {}, square_too = {};
+            for (int64_t i = run + g * LANES; i < stop; i += 32) {
+                Floats v, w;
+                R::load(p + i, v);
+                R::load(p + i + 16, w);
+                low = v < low ? v : low;
+                low_too = w < low_too ? w : low_too;
+                high = v > high ? v : high;
+                high_too = w > high_too ? w : high_too;
+                zeros -= (v == 0.0f);
+                zeros_too -= (w == 0.0f);
+                sum += v;
+                sum_too += w;
+                square += v * v;
+                square_too += w * w;
+            }
+            add_halves(sum, wide_sums + 2 * g);
+            add_halves(sum_too, wide_sums + SETS + 2 * g);
+            add_halves(square, wide_squares + 2 * g);
+            add_halves(square_too, wide_squares + SETS + 2 * g);
+        }
+    }
+    low = low_too < low ? low_too : low;
+    high = high_too > high ? high_too : high;
+    zeros += zeros_too;
+    // The two sets of sixteen lanes, one after the other, as at every level.
+    for (int set = 0; set < 2; set++) {
+        part.sum += total(wide_sums + set * SETS, SETS);
+        part.squares += total(wide_squares + set * SETS, SETS);
+    }
+    for (int k = 0; k < LANES; k++) {
+        part.low = low[k] < part.low ? low[k] : part.low;
+        part.high = high[k] > part.high ? high[k] : part.high;
+        part.zero += zeros[k];
+    }
+    double most = part.high > -part.low ? part.high : -part.low;
+    if (!__builtin_isfinite(part.sum) || most > 36028797018963968.0 || (most < 2.842170943040401e-14 && most > 0)) {
+        narrow_piece<R>(p, n, s);
+        return;
+    }
+    slowly<R>(p + whole, n - whole, part);
+    add(s, part);
+}
+
 template <class R> INLINE void wide_piece(const typename R::T* p, int64_t n, Stats& s) {
     constexpr int VECTORS = 8 / PAIRS;
     int64_t whole = n & ~(int64_t)7;
@@ -237,6 +313,16 @@ void stats_piece(int code, const void* p, int64_t n, Stats& s, int64_t* bytes) {
         case U32C: wide_piece<Wide<uint32_t>>((const uint32_t*)p, n, s); break;
         case U64C: wide_piece<Wide<uint64_t>>((const uint64_t*)p, n, s); break;
         default: byte_piece((const uint8_t*)p, n, bytes);
+    }
+}
+
+// As above, for the long runs of memory of gradients and optimizer states.
+void quick_stats_piece(int code, const void* p, int64_t n, Stats& s, int64_t* bytes) {
+    switch (code) {
+        case F32: quick_piece<Single>((const float*)p, n, s); break;
+        case BF16: quick_piece<Brain>((const uint16_t*)p, n, s); break;
+        case FP16: quick_piece<Half>((const uint16_t*)p, n, s); break;
+        default: stats_piece(code, p, n, s, bytes);
     }
 }
 
@@ -353,7 +439,7 @@ INLINE void put(const Stats& s, double* floats, int64_t* counts) {
 
 extern "C" {
 
-int64_t msprobe_abi(void) { return 1; }
+int64_t msprobe_abi(void) { return 2; }
 
 // Statistics of n elements in a row. out: 5 doubles, 4 int64. values: what the 256 bytes stand for, or null.
 void msprobe_stats(const char* data, int64_t n, int64_t code, const double* values, double* out) {
@@ -366,6 +452,25 @@ void msprobe_stats(const char* data, int64_t n, int64_t code, const double* valu
         stats_piece((int)code, data + at * width, n - at < PIECE ? n - at : PIECE, s, bytes);
     if (code == BYTE) bytes_to_stats(bytes, values, s);
     put(s, out, (int64_t*)(out + 5));
+}
+
+// Statistics of many runs of elements. table: for each run its address, elements, code, values as above, and where its
+// 5 doubles and 4 int64 go.
+void msprobe_many(const int64_t* table, int64_t runs) {
+    int64_t bytes[256];
+    for (const int64_t* line = table; line < table + 5 * runs; line += 5) {
+        const char* data = (const char*)(intptr_t)line[0];
+        int64_t n = line[1];
+        int code = (int)line[2], width = width_of(code);
+        double* out = (double*)(intptr_t)line[4];
+        Stats s;
+        clear(s);
+        if (code == BYTE) memset(bytes, 0, sizeof bytes);
+        for (int64_t at = 0; at < n; at += LONG_PIECE)
+            quick_stats_piece(code, data + at * width, n - at < LONG_PIECE ? n - at : LONG_PIECE, s, bytes);
+        if (code == BYTE) bytes_to_stats(bytes, (const double*)(intptr_t)line[3], s);
+        put(s, out, (int64_t*)(out + 5));
+    }
 }
 
 // Statistics, digest and sketch of a strided tensor, each element under its index in the whole tensor.
@@ -424,5 +529,69 @@ void msprobe_measure(const char* data, const int64_t* plan, double* out) {
     if (code == BYTE) bytes_to_stats(bytes, values, s);
     put(s, out, (int64_t*)(out + 5));
     if (cells >= 0) ((uint64_t*)out)[9] = digest;
+}
+
+// Two tensors of one dtype, element by element; a is the live result. digits: bits of the fraction; least: exponent of
+// the smallest normal number; floor: below it magnitudes are equal in `ratio` (0: no ratio).
+// out: elements, NaN in a, NaN in one only, Inf in a, Inf in one only or apart, different, largest difference, where,
+// sum of squares of the difference, of a, largest difference in units of the last place, ratio, signs flipped.
+void msprobe_pair(const char* a, const char* b, int64_t n, int64_t code, int64_t digits, int64_t least, double floor,
+                  double* out) {
+    int width = width_of((int)code);
+    double left[PIECE], right[PIECE];
+    double nan_a = 0, nan_one = 0, inf_a = 0, inf_one = 0, differ = 0, most = 0, where = -1;
+    double apart = 0, squares = 0, ulps = 0, high = 1, low = 1, flipped = 0;
+    for (int64_t at = 0; at < n; at += PIECE) {
+        int64_t some = n - at < PIECE ? n - at : PIECE;
+        const char *p = a + at * width, *q = b + at * width;
+        bool same = memcmp(p, q, (size_t)(some * width)) == 0;
+        to_doubles((int)code, p, some, 0, left);
+        double sums[8] = {};
+        int64_t whole = some & ~(int64_t)7;
+        for (int64_t i = 0; i < whole; i += 8)
+            for (int k = 0; k < 8; k++) sums[k] += left[i + k] * left[i + k];
+        double part = 0;
+        for (int64_t i = whole; i < some; i++) part += left[i] * left[i];
+        for (int k = 0; k < 8; k++) part += sums[k];
+        bool finite = __builtin_isfinite(part);
+        if (same && finite) {
+            squares += part;
+            continue;
+        }
+        to_doubles((int)code, q, some, 0, right);
+        for (int64_t i = 0; i < some; i++) {
+            double x = left[i], y = right[i];
+            bool x_nan = x != x, y_nan = y != y, x_inf = x - x != 0 && !x_nan, y_inf = y - y != 0 && !y_nan;
+            nan_a += x_nan;
+            inf_a += x_inf;
+            if (x_nan || y_nan) { nan_one += x_nan != y_nan; continue; }
+            if (x_inf || y_inf) { inf_one += x != y; continue; }
+            squares += x * x;
+            if (x == y) continue;
+            double d = fabs(x - y), size = fabs(x) > fabs(y) ? fabs(x) : fabs(y);
+            differ += 1;
+            apart += d * d;
+            most = d > most ? d : most;
+            uint64_t bits;
+            memcpy(&bits, &size, 8);
+            int64_t exponent = (int64_t)(bits >> 52) - 1023;
+            exponent = exponent < least ? least : exponent;
+            bits = (uint64_t)(exponent - digits + 1023) << 52;
+            double unit;
+            memcpy(&unit, &bits, 8);
+            double u = exponent - digits + 1023 > 0 ? d / unit : d * 0x1p1022 * 0x1p52;
+            if (u > ulps) { ulps = u; where = (double)(at + i); }
+            if (floor > 0) {
+                double r = (fabs(x) > floor ? fabs(x) : floor) / (fabs(y) > floor ? fabs(y) : floor);
+                high = r > high ? r : high;
+                low = r < low ? r : low;
+                if (x * y < -floor * floor) flipped = 1;
+            }
+        }
+    }
+    double ratio = low > 0 && 1 / low > high ? 1 / low : high;
+    double figures[13] = {(double)n, nan_a, nan_one, inf_a, inf_one, differ, most, where, apart, squares, ulps, ratio,
+                          flipped};
+    memcpy(out, figures, sizeof figures);
 }
 }

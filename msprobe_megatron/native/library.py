@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msprobe_megatron.native.build import BuildError, built
 from msprobe_megatron.native.levels import levels
 
-_ABI = 1
+_ABI = 2
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT16, INT32, INT64, UINT16, UINT32, UINT64, BYTE = range(11)
 """Codes of the dtypes, as in kernel.cpp."""
 
@@ -29,6 +29,8 @@ class Kernel(NamedTuple):
     level: str
     stats: Callable[[int, int, int, int, int], None]
     measure: Callable[[int, int, int], None]
+    many: Callable[[int, int], None]
+    pair: Callable[[int, int, int, int, int, int, float, int], None]
 
 
 class _State:
@@ -91,8 +93,12 @@ def open_library(path: str, level: str) -> Kernel:
     stats, measure = library.msprobe_stats, library.msprobe_measure
     address, number = ctypes.c_void_p, ctypes.c_int64
     stats.argtypes, measure.argtypes = [address, number, number, address, address], [address, address, address]
-    stats.restype = measure.restype = None
-    return Kernel(level, stats, measure)
+    many = library.msprobe_many
+    many.argtypes = [address, number]
+    pair = library.msprobe_pair
+    pair.argtypes = [address, address, number, number, number, number, ctypes.c_double, address]
+    stats.restype = measure.restype = many.restype = pair.restype = None
+    return Kernel(level, stats, measure, many, pair)
 
 
 def _tells_the_truth(found: Kernel) -> bool:

@@ -16,10 +16,10 @@ from msprobe_megatron.config import DumpConfig
 from msprobe_megatron.measure.hashes import HASHES
 from msprobe_megatron.measure.measurer import Measurer
 from msprobe_megatron.measure.once import SeenTensors, key_of
+from msprobe_megatron.record.batches import SitesFile, StepBatch
 from msprobe_megatron.record.schema import Row
 from msprobe_megatron.record.slots import SlotTable
 from msprobe_megatron.record.tensors import TensorPacks
-from msprobe_megatron.record.writer import StepBatch
 from msprobe_megatron.topology.coordinates import Coordinates
 from msprobe_megatron.topology.index_map import Numbering, index_map
 from msprobe_megatron.topology.layers import layer_of
@@ -62,6 +62,7 @@ class DumpProbe:
         self._packs = packs if config.task == "tensor" else None
         self._saved: dict[int | None, str] = {}
         self._rows: list[Row] = []
+        self._sites_file = SitesFile()
         self._dtypes: dict[torch.dtype, str] = {}
         self.matched: set[str] = set()
         self.fired: Counter[str] = Counter()
@@ -106,6 +107,8 @@ class DumpProbe:
                     return
             if self._hash is not None:
                 extra = self._hashed(tensor, slot)
+        if place.extra is not None:
+            extra = place.extra if extra is None else f"{place.extra[:-1]}, {extra[1:]}"
         clock = self._clock
         seq = clock.seq
         clock.seq = seq + 1
@@ -195,7 +198,7 @@ class DumpProbe:
         if self._packs is not None:
             self._packs.finish()
         only = self._config.task == "nonfinite"
-        return StepBatch(self._clock.step, rows, self._slots.seal(), sites, complete, only)
+        return StepBatch(self._clock.step, rows, self._slots.seal(), sites, complete, only, self._sites_file)
 
 
 def _matcher(text: str) -> Callable[[str], bool]:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from msprobe_megatron.record import events
+from msprobe_megatron.record.claims import claim_job
 from msprobe_megatron.record.json_text import json_text
 from msprobe_megatron.record.safe_files import (
     RunDirectoryError,
+    RunTaken,
     components,
     create_file,
     directory_below,
@@ -28,7 +30,7 @@ from msprobe_megatron.record.safe_files import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["RunDirectory", "RunDirectoryError"]
+__all__ = ["RunDirectory", "RunDirectoryError", "RunTaken"]
 _MANY_ROWS = 5000
 
 
@@ -101,8 +103,11 @@ class RunDirectory:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def claim_rank(self, rank: int) -> None:
+    def claim_rank(self, rank: int, job: str = "") -> None:
         """Take the number of this process for this run; refused when a run has been here before.
+
+        `job` is what all processes of a job have in common: ranks that another job (or a restart of this one with
+        another number of ranks) did not have are refused too.
 
         Example::
 
@@ -111,11 +116,11 @@ class RunDirectory:
         name = f"rank_{rank:05d}.json"
         try:
             with directory_below(self._descriptor, ["ranks"], str(self.path)) as folder:
+                if job:
+                    claim_job(folder, job)
                 descriptor = create_file(name, folder)
         except FileExistsError:
-            raise RunDirectoryError(
-                f"{self.path} already holds a run; choose another --msprobe-output or remove it"
-            ) from None
+            raise RunTaken(f"{self.path} already holds a run; choose another --msprobe-output or remove it") from None
         with os.fdopen(descriptor, "wb") as file:
             file.write(json_text({"rank": rank, "claimed": True}).encode("ascii"))
 

@@ -26,6 +26,10 @@ class RunDirectoryError(Exception):
     """The output directory cannot be used; the text says which, why and what to do."""
 
 
+class RunTaken(RunDirectoryError):
+    """A run is in the output directory already."""
+
+
 def components(relative: str) -> list[str]:
     """Split a path that the kit made up, refusing whatever could leave the directory.
 

@@ -17,7 +17,7 @@ FORMAT_VERSION = 1
 PHASES = ("forward", "recompute", "backward", "optimizer")
 KINDS = (
     *("activation", "gradient", "parameter", "grad_unreduced", "grad_reduced", "grad_clipped"),
-    *("optimizer_state", "update", "comm", "data", "loss", "perturb", "check", "throughput"),
+    *("optimizer_state", "update", "comm", "data", "loss", "scalar", "perturb", "check", "throughput"),
 )
 IDENTITY_COLUMNS = ("rank", "tp", "pp", "dp", "cp", "ep", "etp")
 FLOAT_COLUMNS = ("min", "max", "sum", "sumsq", "absmax")

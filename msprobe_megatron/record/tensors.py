@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING
 
 import torch
+
+from msprobe_megatron.record.batches import WriterCounts
+from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.record.tensors_layout import file_name
 
 if TYPE_CHECKING:
     from msprobe_megatron.backends.base import HostCopy
@@ -64,6 +68,23 @@ class TensorPack:
         name = str(x.dtype).removeprefix("torch.")
         self.copies.append((key, _NAMES.get(name, f"U8:{name}"), tuple(x.shape), copy))
         self.held_bytes += x.numel() * x.element_size()
+
+    def coming(self, last: int) -> int:
+        """As many bytes as it holds."""
+        return self.held_bytes
+
+    def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
+        """Write the pack as one file of its step."""
+        folder = f"step_{self.step:06d}/rank_{identity['rank']:05d}"
+        return directory.write_file(f"{folder}/{file_name(self.number)}", self.fill)
+
+    def count(self, counts: WriterCounts) -> None:
+        """So many tensors more."""
+        counts.tensors_written += len(self.copies)
+
+    def drop(self, counts: WriterCounts) -> None:
+        """So many tensors lost."""
+        counts.tensors_dropped += len(self.copies)
 
     def fill(self, file: IO[bytes]) -> None:
         """Write the pack; waits for copies that are still on their way."""

@@ -13,61 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
 
-from msprobe_megatron.record.directory import RunDirectory, put
-from msprobe_megatron.record.json_text import json_text
-from msprobe_megatron.record.nonfinite import origin
-from msprobe_megatron.record.schema import IDENTITY_COLUMNS, Row
-from msprobe_megatron.record.slots import SealedSlots
-from msprobe_megatron.record.table import build_table
-from msprobe_megatron.record.tensors import TensorPack
-from msprobe_megatron.record.tensors_layout import file_name
+from msprobe_megatron.record.batches import Batch, WriterCounts
+from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.record.schema import IDENTITY_COLUMNS
 
-ROW_BYTES = 512
-"""Memory of a waiting row: the tuple, its numbers and its shape; names are shared between rows."""
 POLICIES = ("block", "drop")
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """All that one rank saw of one step. ``complete`` is False when the step was cut short."""
-
-    step: int
-    rows: list[Row]
-    slots: SealedSlots
-    sites: dict[str, Any]
-    complete: bool
-    only_nonfinite: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Estimate of the memory that the batch holds while it waits."""
-        return self.slots.nbytes + ROW_BYTES * (1 + len(self.rows) + len(self.sites))
-
-
-@dataclass
-class WriterCounts:
-    """What became of the batches: every one is in the end written or dropped."""
-
-    steps_written: int = 0
-    rows_written: int = 0
-    bytes_written: int = 0
-    steps_dropped: int = 0
-    rows_dropped: int = 0
-    bytes_dropped: int = 0
-    tensors_written: int = 0
-    tensors_dropped: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the counts for the ledger.
-
-        Example::
-
-            writer.counts.as_dict()["rows_written"]
-        """
-        return asdict(self)
 
 
 class Writer:
@@ -106,21 +57,20 @@ class Writer:
         self._directory, self._on_fault = directory, on_fault
         self._identity = {name: identity[name] for name in IDENTITY_COLUMNS}
         self._limit, self._policy, self._patience = queue_bytes, policy, block_seconds
-        self._disk, self._on_limit, self._disk_full, self._step_bytes = disk_bytes, on_limit, False, 0
-        self._queue: deque[tuple[StepBatch | TensorPack, int]] = deque()  # with the size it was let in for
+        self._disk, self._on_limit, self._disk_full = disk_bytes, on_limit, False
+        self._last_bytes: dict[type[Batch], int] = {}
+        self._queue: deque[tuple[Batch, int]] = deque()  # with the size it was let in for
         self._held_bytes = 0  # queued and in work
         self._changed = threading.Condition()
         self._closing = self._faulted = False
         self._pid = os.getpid()
         self.counts = WriterCounts()
-        self._sites: dict[str, Any] | None = None
-        self._sites_path = ""
         # At once and not with the first batch: an interpreter that is shutting down starts no threads.
         self._thread = threading.Thread(target=self._run, name="msprobe-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, batch: StepBatch | TensorPack) -> bool:
-        """Hand over a step or a pack of tensors; False when it was dropped.
+    def submit(self, batch: Batch) -> bool:
+        """Hand over a batch; False when it was dropped.
 
         Example::
 
@@ -179,19 +129,15 @@ class Writer:
             self._changed.wait(left)
         return False
 
-    def _drop(self, batch: StepBatch | TensorPack) -> None:
-        if isinstance(batch, TensorPack):
-            self.counts.tensors_dropped += len(batch.copies)
-        else:
-            self.counts.steps_dropped += 1
-            self.counts.rows_dropped += len(batch.rows)
+    def _drop(self, batch: Batch) -> None:
+        batch.drop(self.counts)
         self.counts.bytes_dropped += batch.nbytes
 
-    def _over_limit(self, batch: StepBatch | TensorPack) -> bool:
-        """Whether the disk limit leaves no room; the files of a step are taken to be as large as those of the last."""
+    def _over_limit(self, batch: Batch) -> bool:
+        """Whether the disk limit leaves no room for the files of this batch."""
         if self._disk is None:
             return False
-        coming = batch.nbytes if isinstance(batch, TensorPack) else self._step_bytes
+        coming = batch.coming(self._last_bytes.get(type(batch), 0))
         over = self.counts.bytes_written + coming >= self._disk
         if over and not self._disk_full:
             self._disk_full = True
@@ -210,7 +156,7 @@ class Writer:
             dropped = self._over_limit(batch)
             if not self._faulted and not dropped:
                 try:
-                    written = self._write(batch)
+                    written = batch.write(self._directory, self._identity)
                 except BaseException as caught:
                     error = caught
             if error is not None:
@@ -226,36 +172,7 @@ class Writer:
                 self._changed.notify_all()
             del batch
 
-    def _count(self, batch: StepBatch | TensorPack, written: int) -> None:
-        if isinstance(batch, TensorPack):
-            self.counts.tensors_written += len(batch.copies)
-        else:
-            self.counts.steps_written += 1
-            self.counts.rows_written += len(batch.rows)
-            self._step_bytes = written
+    def _count(self, batch: Batch, written: int) -> None:
+        batch.count(self.counts)
+        self._last_bytes[type(batch)] = written
         self.counts.bytes_written += written
-
-    def _write(self, batch: StepBatch | TensorPack) -> int:
-        folder = f"step_{batch.step:06d}/rank_{self._identity['rank']:05d}"
-        if isinstance(batch, TensorPack):
-            return self._directory.write_file(f"{folder}/{file_name(batch.number)}", batch.fill)
-        floats, counts = batch.slots.wait()
-        rows = origin(batch.rows, counts) if batch.only_nonfinite else batch.rows
-        table = build_table(batch.step, rows, floats, counts, self._identity, batch.slots.numbered())
-        table = table.replace_schema_metadata(
-            {**table.schema.metadata, b"complete": b"true" if batch.complete else b"false"}
-        )
-        # Sites first: who sees records then also finds what they point to.
-        size = self._write_sites(batch.sites, f"{folder}/sites.json")
-        return size + self._directory.write_table(f"{folder}/records.parquet", table)
-
-    def _write_sites(self, sites: Mapping[str, Any], path: str) -> int:
-        """The sites as JSON; those of most steps are the very objects of the step before, and so is the file."""
-        last = self._sites
-        same = last is not None and last.keys() == sites.keys() and all(last[key] is sites[key] for key in sites)
-        if same and (repeated := self._directory.repeat_file(self._sites_path, path)) is not None:
-            return repeated
-        text = ",\n ".join(f"{json_text(key)}: {json_text(value)}" for key, value in sites.items())
-        size = self._directory.write_file(path, lambda file: put(file, f"{{{text}}}".encode("ascii")))
-        self._sites, self._sites_path = dict(sites), path
-        return size

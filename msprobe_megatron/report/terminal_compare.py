@@ -25,7 +25,8 @@ def print_comparison(result: Comparison, out: Console | None = None) -> None:
     if result.counts:
         words = {"only_left": "only in golden", "only_right": "only in run", "layout": "not comparable"}
         parts = [f"{n} {words.get(state, state)}" for state, n in result.counts.items() if n or state == "agree"]
-        out.print(f"steps {span(result.steps)}: {', '.join(parts)}")
+        exact = f"; {result.tensors} compared element by element" if result.tensors else ""
+        out.print(f"steps {span(result.steps)}: {', '.join(parts)}{exact}")
     if result.verdict == "agree" and result.nearest is not None:
         near = result.nearest
         out.print(

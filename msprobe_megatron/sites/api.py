@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from msprobe_megatron.clock import Clock, Moment
+from msprobe_megatron.clock import Clock, Moment, inside_backward
 from msprobe_megatron.sites import mode_stack
 from msprobe_megatron.sites.api_names import name_of
 from msprobe_megatron.sites.arguments import Found, find_tensors, own_work
@@ -78,10 +78,11 @@ class ApiSite:
         self._frames, self._sink, self._clock, self._fault = frames, sink, clock, fault
         self._preset, self._stacks, self._next_site = preset, stacks, first_site
         self._mode = _Mode(self)
-        self._regions = CompiledRegions(self._mode)
+        self._regions = CompiledRegions(self._mode, fault)
         self._function_apply: Any = None
         self._calls: dict[tuple[str, int, str, int], _Call | None] = {}
         self._inside = 0
+        self._pushed = False
         self._round = 0
         self.active = False
         self.structure: list[dict[str, Any]] = []
@@ -92,23 +93,33 @@ class ApiSite:
     def install(self) -> None:
         """Begin to see calls; of this thread, and of the threads that run its backward."""
         self._round += 1
+        self.resume()
+
+    def resume(self) -> None:
+        """See calls again, of the same round: gradients of the calls seen before are still awaited."""
         self._inside = 0
         self.active = True
         self._function_apply = _FUNCTION.__dict__["apply"]
         _FUNCTION.apply = classmethod(self._apply(self._function_apply.__func__))
-        mode_stack.push(self._mode)
         self._frames.mode = self._mode
-        self._regions.install()
+        if not self._pushed:
+            self._pushed = True
+            mode_stack.push(self._mode)
+            self._regions.install()
 
     def remove(self) -> None:
-        """See no more calls; gradients that still arrive are ignored. Safe to call twice."""
-        if not self.active:
-            return
-        self.active = False
-        self._frames.mode = None
-        self._regions.remove()
-        mode_stack.take_out(self._mode)
-        _FUNCTION.apply = self._function_apply
+        """See no more calls; gradients that still arrive are ignored. Safe to call twice.
+
+        Inside a call and in another thread the mode is not on the stack, and inside backward the stack is a copy: it
+        then sees nothing any more, is still kept out of compiled code, and goes when this is called again.
+        """
+        if self.active:
+            self.active = False
+            self._frames.mode = None
+            _FUNCTION.apply = self._function_apply
+        if self._pushed and not inside_backward() and mode_stack.take_out(self._mode):
+            self._pushed = False
+            self._regions.remove()
 
     def _apply(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,13 +142,21 @@ class ApiSite:
             result = function(*args, **kwargs)
         finally:
             self._inside -= 1
-        if before is not None:
+        if before is not None and self.active:
             try:
                 with own_work():
                     self._after(result, *before)
             except Exception as error:
                 self._fault(error, f"output of {api}")
         return result
+
+    def name_of(self, function: Callable[..., Any]) -> str | None:
+        """What a call of this function is named; None for those that are not watched."""
+        try:
+            return name_of(function, self._preset)
+        except Exception as error:
+            self._fault(error, f"name of {function!r}")
+            return None
 
     def _before(self, api: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, Running, Found] | None:
         found: Found = []
@@ -170,17 +189,18 @@ class ApiSite:
     def _new_call(self, key: tuple[str, int, str, int]) -> _Call | None:
         module, chunk, api, number = key
         name = f"{module}/{api}.{number}"
-        call = None
-        if self._sink.wants(name):
-            call = _Call(name, api, chunk, self._next_site)
-            self._next_site += 1
-            stack = call_stack(5) if self._stacks else []
-            self.structure = [
-                *self.structure,
-                {"site": call.site, "name": name, "vpp": chunk, "class": api, "stack": stack},
-            ]
+        call = _Call(name, api, chunk, self.new_site(name, api, chunk)) if self._sink.wants(name) else None
         self._calls[key] = call
         return call
+
+    def new_site(self, name: str, api: str, chunk: int) -> int:
+        """Number of a call that is seen for the first time, with the stack that leads to it."""
+        site = self._next_site
+        self._next_site += 1
+        stack = call_stack(2) if self._stacks else []
+        # A new list: the writer compares what it has written by identity.
+        self.structure = [*self.structure, {"site": site, "name": name, "vpp": chunk, "class": api, "stack": stack}]
+        return site
 
     def _after(self, result: Any, call: _Call, running: Running, inputs: Found) -> None:
         outputs: Found = []
@@ -260,8 +280,8 @@ class _Mode(TorchFunctionMode):
         try:
             name = self._names[function]
         except KeyError:
-            name = self._names[function] = name_of(function, self._site._preset)
-        if name is None or self._site._inside:
+            name = self._names[function] = self._site.name_of(function)
+        if name is None or self._site._inside or not self._site.active:
             return function(*args, **kwargs) if kwargs else function(*args)
         return self._site.call(name, function, args, kwargs or {})
 

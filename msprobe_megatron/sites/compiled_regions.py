@@ -25,12 +25,12 @@ class CompiledRegions:
 
     Example::
 
-        regions = CompiledRegions(mode)
+        regions = CompiledRegions(mode, fault)
         regions.install(); ...; regions.remove()
     """
 
-    def __init__(self, mode: TorchFunctionMode) -> None:
-        self._mode = mode
+    def __init__(self, mode: TorchFunctionMode, fault: Callable[[BaseException, str], None]) -> None:
+        self._mode, self._fault = mode, fault
         self._module: Any = None
         self._originals: dict[str, Any] = {}
         self._thread = threading.local()
@@ -53,13 +53,16 @@ class CompiledRegions:
         self._originals.clear()
 
     def _listening(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        mode, thread = self._mode, self._thread
+        mode, thread, fault = self._mode, self._thread, self._fault
 
         def set_eval_frame(callback: Any) -> Any:
             if callable(callback):
-                if mode_stack.is_on(mode):
-                    mode_stack.take_out(mode)
-                    thread.taken = True
+                try:
+                    if mode_stack.is_on(mode):
+                        mode_stack.take_out(mode)
+                        thread.taken = True
+                except Exception as error:
+                    fault(error, "entry of compiled code")
                 return original(callback)
             before = original(callback)
             if getattr(thread, "taken", False):

@@ -7,7 +7,7 @@ itself a call during which the mode that sees calls is off: a module that is rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -33,12 +33,13 @@ class ModuleFrames:
 
     Example::
 
-        frames = ModuleFrames(chunks, clock)
-        frames.install(); ...; frames.running(); frames.remove()
+        frames = ModuleFrames(chunks, clock, fault)
+        frames.install(); ...; frames.stack[-1]; frames.remove()
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, chunks: Sequence[nn.Module], clock: Clock, fault: Callable[[BaseException, str], None]) -> None:
+        self._clock, self._fault = clock, fault
+        self._active = False
         self._modules = [
             (entry.name, index, entry.module) for index, chunk in enumerate(chunks) for entry in names.modules(chunk)
         ]
@@ -53,16 +54,30 @@ class ModuleFrames:
         self.stack.clear()
         self._entered.clear()
         self._passes.clear()
+        self._active = True
         for name, chunk, module in self._modules:
             self._handles.append(module.register_forward_pre_hook(self._enter(name, chunk)))
             self._handles.append(module.register_forward_hook(self._leave))
 
+    def pause(self) -> None:
+        """Leave the hooks in place and follow nothing; the numbers of calls go on afterwards."""
+        self._active = False
+
+    def resume(self) -> None:
+        """Follow again."""
+        self._active = True
+
     def remove(self) -> None:
         """Take the hooks away."""
+        self._active = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.stack.clear()
+        while self._entered:
+            self._entered.pop()
+            if self.mode is not None:
+                mode_stack.take_out(self.mode)
 
     def outside(self, name: str) -> Running | None:
         """The context of a call outside of all modules; None inside backward, where nothing is repeated."""
@@ -71,22 +86,32 @@ class ModuleFrames:
 
     def _enter(self, name: str, chunk: int) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            phase, moment = self._clock.calling()
-            stack, mode = self.stack, self.mode
-            if not stack and mode is not None and not mode_stack.any_is_on():
-                mode_stack.push(mode)
-                self._entered.append(len(stack))
-            stack.append(self._pass(name, chunk, phase, moment))
+            if not self._active:
+                return
+            try:
+                phase, moment = self._clock.calling()
+                stack, mode = self.stack, self.mode
+                if not stack and mode is not None and not mode_stack.any_is_on():
+                    mode_stack.push(mode)
+                    self._entered.append(len(stack))
+                stack.append(self._pass(name, chunk, phase, moment))
+            except Exception as error:
+                self._fault(error, f"call of {name}")
 
         return hook
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.stack:
-            self.stack.pop()
-        if self._entered and len(self.stack) == self._entered[-1]:
-            self._entered.pop()
-            if self.mode is not None:
-                mode_stack.take_out(self.mode)
+        if not self._active:
+            return
+        try:
+            if self.stack:
+                self.stack.pop()
+            if self._entered and len(self.stack) == self._entered[-1]:
+                self._entered.pop()
+                if self.mode is not None:
+                    mode_stack.take_out(self.mode)
+        except Exception as error:
+            self._fault(error, "return of a module")
 
     def _pass(self, name: str, chunk: int, phase: str, moment: Moment) -> Running:
         key = (name, phase, moment)

@@ -25,8 +25,13 @@ def is_on(mode: TorchFunctionMode) -> bool:
     return _stack._get_current_function_mode() is mode
 
 
-def take_out(mode: TorchFunctionMode) -> None:
-    """Switch a mode off, wherever others that were entered or left meanwhile have put it.
+def holds(mode: TorchFunctionMode) -> bool:
+    """Whether this mode is on, however many others stand above it."""
+    return any(other is mode for other in _stack._get_current_function_mode_stack())
+
+
+def take_out(mode: TorchFunctionMode) -> bool:
+    """Switch a mode off, wherever others that were entered or left meanwhile have put it; whether it was on.
 
     Example::
 
@@ -40,3 +45,4 @@ def take_out(mode: TorchFunctionMode) -> None:
         _stack._pop_mode()
     for other in reversed(above):
         _stack._push_mode(other)
+    return top is mode

@@ -48,6 +48,8 @@ class _Places(NamedTuple):
     activation: Place
     gradient: Place
     absent: bool
+    see_value: bool
+    see_gradient: bool
 
 
 class _Watched:
@@ -58,7 +60,7 @@ class _Watched:
     def __init__(self, entry: names.NamedModule, chunk: int, layout: ChunkLayout, site: int) -> None:
         self.entry, self.chunk, self.layout, self.site = entry, chunk, layout, site
         self.places: dict[tuple[str, str], _Places] = {}
-        self.parameters = _parameter_names(entry.module)
+        self.parameters = parameter_names(entry.module)
         self.calls: dict[tuple[str, Moment], int] = {}
         self.hooks: tuple[Any, Any] | None = None
         self.current: tuple[str, Moment, int] = ("forward", Moment(0, 0), 0)
@@ -102,11 +104,14 @@ class ModuleSite:
         self._backward_out = sink.wants_io("backward", "output")
 
     def install(self) -> None:
-        """Set the hooks; called at the beginning of a recorded step."""
+        """Set the hooks, or use those that are still there; called at the beginning of a recorded step."""
         self._active = True
         self._round += 1
         for watched in self.watched:
             watched.calls.clear()
+        if self._handles:
+            return
+        for watched in self.watched:
             module = watched.entry.module
             before, after = watched.hooks or self._make_hooks(watched)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -147,9 +152,10 @@ class ModuleSite:
             ]
         return self._structure
 
-    def _before(self, watched: _Watched) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self._active:
+    def _before(self, watched: _Watched) -> Callable[..., None]:
+        # A hook that is taken away while torch walks over the hooks is still called, then without the kwargs.
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+            if not self._active or kwargs is None:
                 return
             try:
                 now = self._clock.calling()
@@ -168,10 +174,11 @@ class ModuleSite:
         inputs = self._forward_in or self._backward_in
         return hook
 
-    def _after(self, watched: _Watched) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _after(self, watched: _Watched) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> None:
             if not self._active:
                 return
+            output = kwargs_and_output[-1]
             try:
                 found: Found = []
                 with own_work():
@@ -196,9 +203,9 @@ class ModuleSite:
             places = watched.places.get(key) or self._make_places(watched, io, path)
             if places.absent:
                 continue
-            if forward:
+            if forward and places.see_value:
                 self._sink.see(places.activation, tensor, moment.microbatch, phase)
-            if backward and tensor.requires_grad:
+            if backward and places.see_gradient and tensor.requires_grad:
                 self._watch_gradient(tensor, places.gradient, moment)
 
     def _watch_gradient(self, tensor: torch.Tensor, place: Place, moment: Moment) -> None:
@@ -235,11 +242,22 @@ class ModuleSite:
             for kind, spec_of in (("activation", spec), ("gradient", spec_of_gradient))
         )
         absent = at_stage_boundary(entry, io, plain_path, layout)
-        found = watched.places[io, path] = _Places(activation, gradient, absent)
+        value, also = self._chosen(watched, io, plain_path)
+        found = watched.places[io, path] = _Places(activation, gradient, absent, value, also)
         return found
 
+    def _chosen(self, watched: _Watched, io: str, path: str) -> tuple[bool, bool]:
+        """Whether the value and the gradient are wanted, where the sink chooses among the tensors of a module."""
+        wants = getattr(self._sink, "wants_tensor", None)
+        if wants is None:
+            return True, True
+        first = path.partition(".")[0]
+        known = watched.parameters if io == "input" else ()
+        position = known.index(first) if first in known else int(first) if first.isdigit() else 0
+        return wants(watched.entry.name, io, False, position), wants(watched.entry.name, io, True, position)
 
-def _parameter_names(module: nn.Module) -> tuple[str, ...]:
+
+def parameter_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the positional parameters of forward: an argument has one path however it is passed."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()

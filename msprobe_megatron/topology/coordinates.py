@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+_JOB = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID")
 AXES = ("tp", "pp", "dp", "cp", "ep", "etp", "edp")
 
 # axis -> (rank getter, size getter, keyword arguments) of megatron.core.parallel_state.
@@ -116,9 +117,19 @@ def from_groups(groups: Any) -> Coordinates:
     return Coordinates(rank=rank, world=world, **values)
 
 
+def job_identity(world: int) -> str:
+    """What all ranks of a job have in common; another job, or a restart with other ranks, has another one."""
+    return " ".join([f"{world} ranks", *(f"{name}={os.environ.get(name, '')}" for name in _JOB)])
+
+
+def environment_number(name: str) -> int:
+    """A number that torchrun and its kin tell by the environment; 0 where they do not."""
+    return int(os.environ.get(name, "0") or 0)
+
+
 def environment_rank() -> int:
     """Global rank before any process group exists, as torchrun and its kin tell it."""
-    return int(os.environ.get("RANK", "0") or 0)
+    return environment_number("RANK")
 
 
 def _global_rank() -> tuple[int, int]:

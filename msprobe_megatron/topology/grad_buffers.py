@@ -6,7 +6,7 @@ reduce-scattered, so that outside its own range a rank is left with unreduced nu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,50 @@ def reduced_range(chunk: nn.Module, parameter: nn.Parameter) -> tuple[int, int] 
         if place is not None:
             return _intersection(buffer, place)
     return None
+
+
+class Segment(NamedTuple):
+    """The gradient of a parameter in its bucket: elements [start, stop) of ``bucket.grad_data``.
+
+    ``part`` is the range of the flattened parameter that is reduced here, as `reduced_range` says.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    part: tuple[int, int] | None
+
+
+class BucketSegments(NamedTuple):
+    """A bucket of Megatron's DDP, what lies where in it, and whether any other rank adds to it."""
+
+    bucket: Any
+    segments: list[Segment]
+    shared: bool
+
+
+def buckets(chunk: nn.Module) -> list[BucketSegments]:
+    """The buckets of a chunk, those of experts too, each with its own data-parallel group; none without Megatron's DDP.
+
+    Example::
+
+        for found in buckets(chunk):
+            first = found.segments[0]
+            found.bucket.grad_data[first.start : first.stop]
+    """
+    if getattr(chunk, "ddp_config", None) is None:
+        return []
+    found: list[BucketSegments] = []
+    for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())):
+        segments: dict[int, list[Segment]] = {index: [] for index in range(len(buffer.buckets))}
+        for parameter, (start, stop, bucket_id) in buffer.param_index_map.items():
+            offset = buffer.buckets[bucket_id].offset
+            part = reduced_range(chunk, parameter)
+            segments[bucket_id].append(Segment(parameter, start - offset, stop - offset, part))
+        shared = int(torch.distributed.get_world_size(buffer.data_parallel_group)) > 1
+        for index, bucket in enumerate(buffer.buckets):
+            found.append(BucketSegments(bucket, sorted(segments[index], key=lambda s: s.start), shared))
+    return found
 
 
 def _intersection(buffer: Any, place: tuple[int, int, int]) -> tuple[int, int]:

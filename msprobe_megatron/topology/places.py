@@ -32,7 +32,8 @@ class Place:
     """Name and layout of a watched tensor.
 
     `spec` gives the shard spec for a local shape; its text and the global shape are worked out once a shape.
-    `local_shape` is given where a sighting shows only a flat range of the local tensor.
+    `local_shape` is given where a sighting shows only a flat range of the local tensor, `extra` (JSON text) where every
+    row of the place has more to say.
 
     Example::
 
@@ -44,6 +45,7 @@ class Place:
         "_local_shape",
         "_size",
         "_spec",
+        "extra",
         "io",
         "kind",
         "layouts",
@@ -66,9 +68,10 @@ class Place:
         spec: Callable[[Shape], ShardSpec],
         size: Callable[[str], int],
         local_shape: Shape | None = None,
+        extra: str | None = None,
     ) -> None:
         self.kind, self.name, self.io, self.path, self.op = kind, name, io, path, op
-        self.vpp, self.site = vpp, site
+        self.vpp, self.site, self.extra = vpp, site, extra
         self._spec, self._size, self._local_shape = spec, size, local_shape
         self.layouts: dict[Shape, Layout] = {}
 

@@ -41,10 +41,11 @@ class Runs:
         self._jobs, self._root = jobs, root
         more = {"both.yaml": ("[0, 2]", ""), "first.yaml": ("[0]", "")}
         more["sketches.yaml"] = ("[0]", ", digest: true, sketch: 256")
+        more["tensors.yaml"] = ("[0]", ", task: tensor")
         more["second.yaml"] = ("[0]", ", microbatches: [1]")
         more["rank0.yaml"] = ("[0]\nranks: [0]", "")
         for name, (steps, measures) in more.items():
-            (root / name).write_text(f"steps: {steps}\ndump: {{level: L0, task: statistics{measures}}}\n")
+            (root / name).write_text(f"steps: {steps}\ndump: {{level: L0{measures}}}\n")
 
     def clean(self, layout: str) -> Path:
         """Steps 0 and 2 of a run without a fault."""
@@ -59,6 +60,10 @@ class Runs:
     def sketched(self, layout: str, fault: str = "none") -> Path:
         """Step 0 with digests and sketches."""
         return self._trained(layout, fault, "sketches.yaml", 1)
+
+    def saved(self, layout: str, fault: str = "none") -> Path:
+        """Step 0 with whole tensors."""
+        return self._trained(layout, fault, "tensors.yaml", 1)
 
     def partly(self, layout: str, probe: str) -> Path:
         """Step 0 of only the `second` microbatch, or of `rank0` only."""

@@ -7,10 +7,8 @@ from msprobe_megatron.config import NOT_YET
 ASKING = {
     "dump.level=debug": "dump: {level: debug}",
     "dump.scope": "dump: {scope: [a, b]}",
-    "monitor": "monitor: {}",
     "perturb": "perturb: {}",
-    "checks": "checks: {}",
-    "recorder": "recorder: {}",
+    "checks.collectives": "checks: {collectives: true}",
 }
 
 
@@ -33,12 +31,12 @@ def test_value_is_named(refused):
 
 
 def test_all_that_is_refused_is_named(refused):
-    message = refused("dump: {level: debug, scope: [a, b]}\nmonitor: {}", allow_unavailable=False)
-    assert "dump.level: 'debug' is not available in this release (also: dump.scope, monitor): " in message
+    message = refused("dump: {level: debug, scope: [a, b]}", allow_unavailable=False)
+    assert "dump.level: 'debug' is not available in this release (also: dump.scope): " in message
 
 
 def test_wrong_comes_before_unavailable(refused):
-    message = refused("monitor: {}\nperturb: {mode: nonsense}", allow_unavailable=False)
+    message = refused("recorder: {}\nperturb: {mode: nonsense}", allow_unavailable=False)
     assert "perturb.mode: 'nonsense' is not known" in message
 
 
@@ -54,6 +52,6 @@ def test_what_the_release_does(probe):
 def test_refusal_is_the_default(probe, tmp_path):
     from msprobe_megatron.config import ConfigError, load
 
-    (tmp_path / "a.yaml").write_text("checks: {}")
-    with pytest.raises(ConfigError, match="checks: not available in this release"):
+    (tmp_path / "a.yaml").write_text("checks: {collectives: true}")
+    with pytest.raises(ConfigError, match="checks.collectives: true is not available in this release"):
         load(tmp_path / "a.yaml")

@@ -36,7 +36,7 @@ strict: true
         "tensor of modules and API calls (mix): all data of all names, digest sum64, sketch of 8,"
         " microbatches 0, layers 0-3, from a to b, without stacks",
         "gradients, optimizer, parameters of 2 targets, every 5 steps, as parquet; alerts: nonfinite, spike 0.5",
-        "check by bit_noise in backward of softmax, thresholds from 15 steps",
+        "check by bit_noise (ulp) in backward of softmax, thresholds from 15 steps",
         "checks   replicas, collectives",
         "recorder last 2 steps, on signal",
         "limits   host memory 2GiB, disk 5GiB",

@@ -295,14 +295,14 @@ def test_free_benchmark_of_the_documentation(probe):
 """,
         "config.json",
     )
-    assert config.perturb == PerturbConfig(mode="bit_noise", list=("softmax", "layer_norm"))
+    assert config.perturb == PerturbConfig(mode="bit_noise", list=("softmax", "layer_norm"), profile="msprobe")
     assert config.dump is None
     assert config.steps == parse_steps("10-12")
 
 
 def test_free_benchmark_without_a_block(probe):
     config = probe('{"task": "free_benchmark", "dump_path": "d"}', "config.json")
-    assert config.perturb == PerturbConfig()
+    assert config.perturb == PerturbConfig(profile="msprobe")
     assert config.dump is None
 
 

@@ -16,7 +16,7 @@ BASELINE = (
 )
 
 
-def test_baseline(probe, refused):
+def test_baseline(probe):
     config = probe(BASELINE, "config.json")
     first = TensorChoice(2, 0)
     assert config.monitor == MonitorConfig(
@@ -33,7 +33,7 @@ def test_baseline(probe, refused):
     assert config.ranks == RankSelection(parse_steps("0"))
     assert config.steps.describe() == "all"
     assert any("activations, gradients and optimizer state are watched" in note for note in config.notes)
-    assert "not available in this release" in refused(BASELINE, "config.json", allow_unavailable=False)
+    assert probe(BASELINE, "config.json", allow_unavailable=False).monitor == config.monitor
 
 
 def test_baseline_as_printed_has_wide_commas(refused):
@@ -69,19 +69,21 @@ HONOURED = [
         "monitor.alerts",
         (Alert("nonfinite"), Alert("limit", 1e10)),
     ),
-    ("start_step", 5, "steps", "5-100000004"),
-    ("step_interval", 10, "steps", "0-999999990/10"),
-    ("collect_times", 3, "steps", "0-2"),
+    ("start_step", 5, "monitor.start_step", 5),
+    ("step_interval", 10, "monitor.every", 10),
+    ("collect_times", 3, "monitor.collect_times", 3),
+    ("collect_times", 10**8, "monitor.collect_times", None),
+    ("forward_only", True, "monitor.direction", "forward"),
+    ("backward_only", True, "monitor.direction", "backward"),
+    ("forward_only", False, "monitor.direction", "both"),
+    ("monitor_mbs_grad", True, "monitor.microbatch_gradients", True),
+    ("ur_distribution", True, "monitor.update", True),
+    ("mg_direction", True, "monitor.agreement", True),
+    ("mg_distribution", True, "monitor.agreement", True),
     ("format", "csv", "monitor.format", ("parquet",)),
     ("format", "tensorboard", "monitor.format", ("parquet", "tensorboard")),
 ]
 SWITCHES = (
-    "forward_only",
-    "backward_only",
-    "monitor_mbs_grad",
-    "ur_distribution",
-    "mg_direction",
-    "mg_distribution",
     "dynamic_on",
     "print_struct",
     "stack_info",
@@ -224,8 +226,13 @@ def test_all_modules_beside_targets(refused):
 
 def test_window(probe, refused):
     text = '{"wg_distribution": true, "start_step": 100, "step_interval": 10, "collect_times": 5}'
-    config = probe(text, "config.json")
-    assert [n for n in range(200) if n in config.steps] == [100, 110, 120, 130, 140]
+    monitor = probe(text, "config.json").monitor
+    assert (monitor.start_step, monitor.every, monitor.collect_times) == (100, 10, 5)
+
+
+def test_forward_and_backward_only(refused):
+    text = '{"xy_distribution": true, "forward_only": true, "backward_only": true}'
+    assert "collect nothing" in refused(text, "config.json")
 
 
 def test_alerts_that_are_wrong_name_their_place(refused):

@@ -37,7 +37,8 @@ monitor: {activations: false, gradients: true, optimizer: false, parameters: tru
           alerts: [nonfinite, {rule: spike, threshold: 0.5}, {rule: limit, threshold: 10000}],
           format: [parquet, tensorboard]}
 perturb: {mode: add_noise, handler: check, stage: backward, list: [softmax], preheat: true, preheat_steps: 3,
-          max_samples: 7}
+          max_samples: 7, modules: [linear_qkv], layers: 0-3, microbatches: 0, profile: msprobe, budget: all,
+          device: npu, ulps: 2, rows: all, twin: precision}
 checks:  {replicas: false, collectives: true}
 recorder: {keep_steps: 2, on: [signal, nonfinite]}
 limits:  {host_memory: 1GiB, disk: 10GB}
@@ -77,8 +78,23 @@ def test_every_key_is_read(probe):
         format=("parquet", "tensorboard"),
     )
     assert config.perturb == PerturbConfig(
-        mode="add_noise", stage="backward", list=("softmax",), preheat=True, preheat_steps=3, max_samples=7
+        mode="add_noise",
+        stage="backward",
+        list=("softmax",),
+        modules=("linear_qkv",),
+        layers=parse_steps("0-3"),
+        microbatches=parse_steps("0"),
+        profile="msprobe",
+        budget=1.0,
+        device="npu",
+        ulps=2,
+        rows=0,
+        preheat=True,
+        preheat_steps=3,
+        max_samples=7,
     )
+    assert PerturbConfig().share == 0.05
+    assert PerturbConfig(list=("softmax",)).share == 1.0
     assert config.checks == ChecksConfig(replicas=False, collectives=True)
     assert config.recorder == RecorderConfig(keep_steps=2, on=("signal", "nonfinite"))
     assert config.limits == Limits(host_memory=2**30, disk=10**10)
@@ -221,7 +237,17 @@ REFUSED = [
     ("monitor: {targets: {a: {input: 'tuple[0]'}}}", ["'tuple[0]' names a tensor that is not there"]),
     ("monitor: {alerts: nonfinite}", ["monitor.alerts: 'nonfinite' is not a list"]),
     ("monitor: {alerts: [nan]}", ["monitor.alerts[0]: 'nan' is not known", "nonfinite, spike, limit"]),
-    ("monitor: {alerts: [spike]}", ["monitor.alerts[0]: 'spike' needs a threshold"]),
+    ("monitor: {alerts: [limit]}", ["monitor.alerts[0]: 'limit' needs a threshold"]),
+    ("monitor: {alerts: [custom]}", ["monitor.alerts[0]: 'custom' needs an expression"]),
+    ("monitor: {alerts: [{rule: spike, expression: norm > 1}]}", ["takes no expression"]),
+    ("monitor: {alerts: [{rule: limit, threshold: 1, window: 8}]}", ["takes no window", "spike, vanish"]),
+    ("monitor: {alerts: [{rule: vanish, deviations: 8}]}", ["takes no deviations"]),
+    ("monitor: {alerts: [{rule: spike, kinds: [weights]}]}", ["alerts[0].kinds[0]: 'weights' is not known", "loss"]),
+    ("monitor: {alerts: [{rule: spike, cooldown: -1}]}", ["alerts[0].cooldown: -1 is out of range"]),
+    ("monitor: {alerts: [{rule: custom, expression: size > 1}]}", ["alerts[0].expression: 'size > 1'", "no column"]),
+    ("monitor: {alerts: [{rule: vanish, action: {}}]}", ["alerts[0].action: {} does nothing", "record: STEPS"]),
+    ("monitor: {alerts: [{rule: vanish, action: {command: [1]}}]}", ["alerts[0].action.command[0]: 1 is not text"]),
+    ("monitor: {alerts: [{rule: vanish, action: {command: ls -l}}]}", ["alerts[0].action.command: 'ls -l' is not a"]),
     ("monitor: {alerts: [{threshold: 1}]}", ["monitor.alerts[0]: {'threshold': 1} has no rule"]),
     ("monitor: {alerts: [{rule: nonfinite, threshold: 1}]}", ["takes no threshold"]),
     ("monitor: {alerts: [{rule: spike, threshold: 0}]}", ["monitor.alerts[0].threshold: 0 is out of range"]),
@@ -247,11 +273,20 @@ REFUSED = [
         "perturb: {list: [a], scope: [b]}",
         ["perturb.scope: ['b'] stands beside a list", "either list or scope"],
     ),
-    ("perturb: {stage: backward}", ["perturb.stage: 'backward' of the whole network"]),
     (
-        "perturb: {handler: fix, stage: backward, list: [a]}",
-        ["perturb.handler: 'fix' works in the forward stage"],
+        "perturb: {stage: backward, profile: msprobe}",
+        ["perturb.stage: 'backward' of the whole network", "a list, or profile: ulp"],
     ),
+    ("perturb: {mode: to_cpu, device: npu}", ["perturb.device: 'npu' is not where mode to_cpu runs", "device: cpu"]),
+    ("perturb: {device: cpu}", ["perturb.device: 'cpu' is not where mode improve_precision", "mode: to_cpu"]),
+    ("perturb: {handler: fix, budget: 5%}", ["perturb.budget: 0.05 would repair", "budget: all"]),
+    ("perturb: {preheat: true, budget: 5%}", ["perturb.preheat: True counts every call", "budget: all"]),
+    ("perturb: {twin: sibling}", ["perturb.twin: 'sibling' is the code", "handler: fix with names in modules"]),
+    ("perturb: {budget: 0%}", ["perturb.budget: '0%' is not a share", "5%, or all"]),
+    ("perturb: {budget: 0.05}", ["perturb.budget: 0.05 is not a share"]),
+    ("perturb: {budget: 101%}", ["perturb.budget: '101%' is not a share"]),
+    ("perturb: {rows: 0}", ["perturb.rows: 0 is out of range"]),
+    ("perturb: {preheat_steps: -1}", ["perturb.preheat_steps: -1 is out of range"]),
     (
         "perturb: {handler: fix, mode: add_noise}",
         ["perturb.handler: 'fix' cannot repair with mode add_noise"],
@@ -263,7 +298,7 @@ REFUSED = [
     ("perturb: {scope: [1]}", ["perturb.scope[0]: 1 is not text"]),
     # checks, recorder
     ("checks: {replica: true}", ["checks.replica: unknown key (did you mean replicas?)"]),
-    ("checks: {replicas: false}", ["checks: nothing asked", "replicas: true or collectives: true"]),
+    ("checks: {replicas: false, optimizer: false, rng: false}", ["checks: nothing asked", "replicas, optimizer, rng"]),
     ("recorder: {keep_steps: 0}", ["recorder.keep_steps: 0 is out of range"]),
     ("recorder: {on: []}", ["recorder.on: [] selects nothing", "nonfinite, alert, signal"]),
     ("recorder: {on: [crash]}", ["recorder.on[0]: 'crash' is not known"]),

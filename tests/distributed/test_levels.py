@@ -59,7 +59,12 @@ def test_saving_tensors_changes_no_bit(jobs, tmp_path):
 
 
 def calls(path, where):
-    rows = open_run(path).rows(step=0).filter("name like '%/%' and name not like 'outside/%'").filter(where)
+    rows = (
+        open_run(path)
+        .rows(step=0)
+        .filter("name like '%/%' and name not like 'outside/%' and kind <> 'comm'")
+        .filter(where)
+    )
     return set(rows.project("kind, name, io, path").distinct().fetchall())
 
 
@@ -119,6 +124,41 @@ def test_sketches_of_shards_add_up(mixed):
 
     whole, parts = sketches("single"), sketches("tp2")
     assert parts and all(parts[name] == pytest.approx(whole[name], abs=1e-4) for name in parts)
+
+
+def comm(path, where, columns):
+    rows = open_run(path).rows(step=0).filter(f"kind = 'comm' and {where}").order("seq")
+    return rows.project(columns).fetchall()
+
+
+def test_what_one_stage_sends_the_next_receives(mixed):
+    """In order, to the bit, forward and backward; both rows name the other rank."""
+    figures = "sum, sumsq, min, max, digest, cast(json_extract(extra, '$.peer') as int)"
+    both = [
+        comm(mixed("pp2")[0], f"rank = {rank} and op like '%.{op}' and name like 'comm/pp/%'", figures)
+        for rank, op in ((0, "send"), (1, "recv"), (1, "send"), (0, "recv"))
+    ]
+    assert len(both[0]) == len(both[2]) == 4  # as many as microbatches
+    for sent, received in (both[:2], both[2:]):
+        assert [row[:-1] for row in sent] == [row[:-1] for row in received]
+    assert {row[-1] for row in both[0] + both[3]} == {1} and {row[-1] for row in both[1] + both[2]} == {0}
+
+
+def test_collectives_of_a_module_have_its_name_and_all_ranks_get_the_same(mixed):
+    name = "decoder.layers.1.mlp.linear_fc2/torch.distributed.all_reduce.0"
+    columns = "rank, microbatch, io, sum, json_extract_string(extra, '$.group'), json_extract(extra, '$.bytes'), numel"
+    rows = comm(mixed("tp2")[0], f"name = '{name}' and phase = 'forward'", columns)
+    assert len(rows) == 2 * 4 * 2
+    assert {row[4] for row in rows} == {"tp"} and all(int(row[5]) == 4 * row[6] for row in rows)
+    for microbatch in range(4):
+        given = [row[3] for row in rows if row[1] == microbatch and row[2] == "input"]
+        got = [row[3] for row in rows if row[1] == microbatch and row[2] == "output"]
+        assert got[0] == got[1] == pytest.approx(sum(given), abs=1e-4)
+
+
+def test_collectives_of_backward_and_optimizer_are_told_apart(mixed):
+    phases = dict(comm(mixed("tp2")[0], "rank = 0", "phase, op"))
+    assert {"forward", "backward", "optimizer"} <= set(phases)
 
 
 def test_what_has_no_fixed_place_is_marked(mixed):

@@ -19,7 +19,7 @@ def net(seed=0):
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 2))
 
 
-def train(model, optimizer, iterations=3, accumulate=2, evaluate=False):
+def train(model, optimizer, iterations=3, accumulate=2, evaluate=""):
     """A loop as anyone writes it; returns losses and the final weights."""
     losses = []
     for iteration in range(iterations):
@@ -27,9 +27,12 @@ def train(model, optimizer, iterations=3, accumulate=2, evaluate=False):
         for part in range(accumulate):
             x = torch.linspace(-1, 1, 12).reshape(3, 4) * (1 + iteration + 0.1 * part)
             loss = model(x).square().mean()
+            if evaluate == "before backward":
+                with torch.no_grad():
+                    model(x)
             loss.backward()
             losses.append(loss.item())
-            if evaluate:
+            if evaluate == "after backward":
                 with torch.no_grad():
                     model(x)
         optimizer.step()
@@ -79,11 +82,12 @@ def test_recorded_numbers_are_those_of_the_tensors(tmp_path):
     assert table["gradient", "model", "output"]["sum"] == 6
 
 
-@pytest.mark.parametrize("level", ["L0", "mix"])
+@pytest.mark.parametrize("level", ["L0", "L1", "mix"])
 def test_evaluation_in_the_middle_of_a_step_is_not_recorded(tmp_path, level):
+    """Nor does it take anything away: gradients that are awaited come, and calls go on being numbered."""
     counts = []
-    for evaluate in (False, True):
-        folder = tmp_path / str(evaluate)
+    for number, evaluate in enumerate(("", "after backward", "before backward")):
+        folder = tmp_path / str(number)
         folder.mkdir()
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -92,7 +96,9 @@ def test_evaluation_in_the_middle_of_a_step_is_not_recorded(tmp_path, level):
         with attach(model, optimizer, config):
             train(model, optimizer, evaluate=evaluate)
         counts.append([(r["seq"], r["kind"], r["name"], r["microbatch"]) for r in rows(folder / "out", 2)])
-    assert counts[0] == counts[1]
+    assert counts[1] == counts[0]
+    assert counts[2] == counts[0]
+    assert any(kind == "gradient" for _, kind, _, _ in counts[0])
 
 
 def test_schedulers_and_copies_of_the_model_work_while_attached(tmp_path):

@@ -10,8 +10,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from msprobe_megatron.record.batches import StepBatch
 from msprobe_megatron.record.directory import RunDirectory
-from msprobe_megatron.record.writer import StepBatch, Writer
+from msprobe_megatron.record.writer import Writer
 
 from .samples import IDENTITY, batch, row, sealed
 

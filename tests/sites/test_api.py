@@ -42,7 +42,7 @@ def watch():
     def start(module, preset="all", sink=None):
         clock, sink = Clock(), sink or Seen()
         clock.start_step(0)
-        frames = ModuleFrames([module], clock)
+        frames = ModuleFrames([module], clock, faulty)
         site = ApiSite(frames, sink, clock, faulty, preset, True, 0)
         frames.install()
         site.install()

@@ -1,22 +1,28 @@
 """Whatever ends the job: every file is whole or absent, and readers open what is there."""
 
+import contextlib
+import gc
 import json
 import os
+import resource
+import signal
 
 import pyarrow.parquet as pq
 import pytest
 
 from msprobe_megatron.analyse.load import RunError, open_run
 from msprobe_megatron.analyse.summary import summarise
-from tests.trust.jobs import flags, killed_at_random, probe_file
+from tests.forked import RankFailed, run_forked
+from tests.trust.jobs import flags, killed_at_random, plain, probe_file
 
 pytestmark = pytest.mark.trust
 
 KILLS = int(os.environ.get("MSPROBE_KILLS", "20"))
+TERMS = max(3, KILLS // 5)
 
 
-def readable(out):
-    """Every file that has its final name is whole; returns how many steps were found."""
+def readable(out, *, told=True):
+    """Every file that has its final name is whole; returns the steps that were found."""
     for path in out.rglob("*"):
         if path.suffix == ".json" and path.stat().st_size:
             json.loads(path.read_text())
@@ -28,10 +34,10 @@ def readable(out):
         run = open_run(out)
     except RunError as reason:
         assert "run.json" in str(reason) or "not a directory" in str(reason)
-        return 0
+        return []
     summary = summarise(run)
-    assert summary.warnings, "a killed job is told"
-    return len(summary.steps)
+    assert summary.warnings or not told, "a killed job is told"
+    return summary.steps
 
 
 def test_kill_at_random_moments_leaves_whole_files(tmp_path):
@@ -40,6 +46,158 @@ def test_kill_at_random_moments_leaves_whole_files(tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         killed_at_random(flags(400, probe_file(folder), folder / "out"), seed=number, longest=2.5)
-        found.append(readable(folder / "out"))
+        found.append(len(readable(folder / "out")))
     # The moments fall before, into and between the writing of steps.
     assert max(found) > 2, found
+
+
+def test_sigterm_leaves_whole_files(tmp_path):
+    for number in range(TERMS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        argv = flags(400, probe_file(folder), folder / "out")
+        assert killed_at_random(argv, 1000 + number, 2.5, signal.SIGTERM) == -signal.SIGTERM
+        readable(folder / "out")
+
+
+def test_a_handler_that_exits_on_sigterm_closes_the_run(tmp_path):
+    """What Megatron's --exit-signal-handler and most schedulers' scripts do: the steps that wait are written."""
+    argv = flags(4000, probe_file(tmp_path), tmp_path / "out")
+    before = signal.signal(signal.SIGTERM, lambda *_: exit(7))
+    try:
+        # From three seconds on: the loop runs, whatever else the machine does.
+        assert killed_at_random(argv, 3, 0.06, signal.SIGTERM) in (7, 0)
+        code = killed_late(argv[:-1] + [str(tmp_path / "late")], tmp_path / "late")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert code == 7
+    steps = readable(tmp_path / "late", told=False)
+    assert steps == list(range(len(steps))) and len(steps) > 2
+    assert open_run(tmp_path / "late").ranks[0]["closed"]
+
+
+def killed_late(argv, out):
+    """SIGTERM when two steps are on disk."""
+    import time
+
+    from tests.trust.jobs import train
+
+    pid = os.fork()
+    if pid == 0:
+        code = 0
+        try:
+            quiet = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(quiet, 1)
+            os.dup2(quiet, 2)
+            train(argv)
+        except SystemExit as end:
+            code = end.code
+        finally:
+            os._exit(code)
+    while not list(out.glob("step_000002/rank_00000/records.parquet")):
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGTERM)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def train_with_little_memory(argv, spare, what):
+    """Train with `spare` bytes of address space (or data) left: it ends, or fails as memory runs out."""
+    from msprobe_megatron.demo.pretrain_gpt import run
+
+    gc.collect()
+    field = 0 if what == "RLIMIT_AS" else 5
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[field]) * os.sysconf("SC_PAGE_SIZE")
+    limit = getattr(resource, what)
+    resource.setrlimit(limit, (used + spare, resource.getrlimit(limit)[1]))
+    losses = []
+    try:
+        losses = run(argv).losses
+    except (MemoryError, RuntimeError, OSError) as error:
+        return {"losses": losses, "error": f"{type(error).__name__}: {error}"[:500]}
+    finally:
+        resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.getrlimit(limit)[1]))
+    return {"losses": losses, "error": ""}
+
+
+@pytest.mark.parametrize("what", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_out_of_memory(tmp_path, what):
+    """From nothing to plenty: whether host, kit or process gives up first, files are whole and no loss changes."""
+    (expected,) = plain(6)
+    ends = {}
+    for spare in (1, 4, 9, 12, 16, 24, 48, 400):
+        folder = tmp_path / str(spare)
+        folder.mkdir()
+        argv = flags(6, probe_file(folder, "dump: {level: mix, stacks: true}\n"), folder / "out")
+        with contextlib.suppress(RankFailed):  # killed by the allocator: only the files are left to look at
+            (found,) = run_forked(1, train_with_little_memory, argv, spare << 20, what)
+            ends[spare] = found["error"] or "trained"
+            if not found["error"]:
+                assert found["losses"] == expected["losses"]
+        readable(folder / "out", told=ends.get(spare) != "trained")
+    print(f"{what}: {ends}")
+    assert ends[400] == "trained"
+    assert any(end != "trained" for end in ends.values()) or len(ends) < 8, "no limit was ever reached"
+
+
+def train_until_a_rank_dies(argv):
+    """Rank 1 is gone, without a word, after the forward of step 2; rank 0 finds out when it waits for it."""
+    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.demo.train import Callbacks
+
+    def during(iteration):
+        if iteration == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        run(argv, Callbacks(gradients=during))
+    finally:
+        if os.environ["RANK"] == "0":
+            (argv_out(argv) / "rank_0_ended").write_text("")
+
+
+def argv_out(argv):
+    from pathlib import Path
+
+    return Path(argv[argv.index("--msprobe-output") + 1]).parent
+
+
+@pytest.mark.parametrize(
+    "layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--use-distributed-optimizer"]
+)
+def test_a_rank_that_dies_while_others_record(tmp_path, layout):
+    argv = flags(6, probe_file(tmp_path), tmp_path / "out", layout)
+    with pytest.raises(RankFailed):
+        run_until_all_ended(argv, tmp_path)
+    steps = readable(tmp_path / "out")
+    assert {0, 1} <= set(steps)
+    run = open_run(tmp_path / "out")
+    assert run.ranks[0]["closed"] and not run.ranks[1]["closed"]
+    warnings = summarise(run).warnings
+    assert any("rank 1: the job ended without closing the run" in text for text in warnings)
+    for step in (0, 1):
+        assert sorted(rank for number, rank, _ in run.files if number == step) == [0, 1]
+    if 2 in steps:
+        assert any("step 2: no rows from ranks [1]" in text for text in warnings)
+
+
+def run_until_all_ended(argv, folder):
+    """`run_forked` kills the others as soon as one fails; here rank 0 is given the time to find out by itself."""
+    import time
+
+    from tests import forked
+
+    original = forked._Job._failure
+
+    def patient(self, rank):
+        for _ in range(600):
+            if (folder / "rank_0_ended").exists():
+                break
+            time.sleep(0.05)
+        return original(self, rank)
+
+    forked._Job._failure = patient
+    try:
+        run_forked(2, train_until_a_rank_dies, argv, timeout=60)
+    finally:
+        forked._Job._failure = original

@@ -1,0 +1,165 @@
+"""The checks of one session: do ranks that should hold the same hold the same?
+
+The training thread takes 64-bit digests of weights, gradients and generators when the optimizer is about to step; a
+thread of its own brings them to the other ranks and compares (`exchanging`). The only part of the kit that communicates,
+and it does so by messages through the job's store: no collective is added, none can be waited for in vain.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from msprobe_megatron import backends
+from msprobe_megatron.alerting import Alerting
+from msprobe_megatron.bulletin import job_store
+from msprobe_megatron.config import ChecksConfig, ConfigError
+from msprobe_megatron.exchanging import Comparer, Member, Taken
+from msprobe_megatron.measure.measurer import Measurer
+from msprobe_megatron.parts import Job, Part
+from msprobe_megatron.record.slots import SlotTable
+from msprobe_megatron.topology.coordinates import all_ranks
+from msprobe_megatron.topology.dtensors import local_part
+from msprobe_megatron.topology.generators import generators
+from msprobe_megatron.topology.grad_buffers import reduced_range
+from msprobe_megatron.topology.names import parameters
+from msprobe_megatron.topology.optimizers import inner, leaves, owned
+from msprobe_megatron.topology.replicas import ReplicaGroup, Shared, replica_groups, tensor_parallel_ranks
+
+_GRADIENTS_OF = {"dp-cp": "whole", "edp": "whole", "embedding": "whole", "tp": "same range", "etp": "same range"}
+
+
+class Checking(Part):
+    """What the `checks` section of the probe file asks.
+
+    Example::
+
+        checks = Checking(job, config.checks, alerting)
+    """
+
+    name = "checks"
+
+    def __init__(self, job: Job, asked: ChecksConfig, alerting: Alerting) -> None:
+        self._job, self._asked = job, asked
+        self._device = backends.select()
+        self._slots = SlotTable(
+            self._device.device,
+            float_dtype=self._device.float_dtype,
+            to_host=self._device.to_host,
+            limit_bytes=job.config.limits.host_memory // 8,
+            digest=True,
+        )
+        self._measure = Measurer(self._slots, digest=True)
+        groups = replica_groups(job.chunks)
+        self._groups = [group for group in groups if self._selected(group.ranks)]
+        left_out = [group.label for group in groups if group not in self._groups]
+        self._notes = [f"ranks of {label} groups are not all selected: not compared" for label in left_out]
+        for text in self._notes:
+            job.say(f"checks: {text}", "unseen")
+        self._number = 0
+        store = job_store() if self._groups else None
+        self._comparer = Comparer(job, store, alerting.disagreement) if store is not None else None
+
+    def _selected(self, ranks: tuple[int, ...]) -> bool:
+        """Whether all these ranks check too: the same answer on each of them, from the probe file alone."""
+        chosen = self._job.config.ranks
+        if not chosen.axes:
+            return all(rank in chosen.ranks for rank in ranks)
+        table = all_ranks(self._job.where)
+        if table is None:
+            raise ConfigError(
+                f"{self._job.config.source}: ranks: coordinates of other ranks are not known in this placement, which"
+                " checks need; accepted: all, or numbers of ranks"
+            )
+        return all(chosen.selects(rank, table[rank].position()) for rank in ranks)
+
+    def next_from(self, step: int) -> int | None:
+        """Every `every` steps."""
+        return step + (-step) % self._asked.every if self._comparer is not None else None
+
+    def describe(self) -> str:
+        """Which groups are compared."""
+        labels = ", ".join(dict.fromkeys(group.label for group in self._groups))
+        return f"comparing ranks over {labels or 'nothing: one rank'} every {self._asked.every} steps"
+
+    def before_optimizer(self) -> None:
+        """Weights have been used, gradients are reduced: take the digests, send them on their way."""
+        if self._comparer is None:
+            return
+        known: dict[tuple[str, int], int] = {}
+        members = [self._member(group, known) for group in self._groups]
+        taken = Taken(self._number, self._job.clock.step, self._slots.seal(), members, self._ranges())
+        self._number += 1
+        self._comparer.take(taken)
+
+    def _member(self, group: ReplicaGroup, known: dict[tuple[str, int], int]) -> Member:
+        entries: list[tuple[str, str, int]] = []
+        if self._asked.replicas:
+            for shared in group.shared:
+                entries.append(("parameter", shared.name, self._slot("parameter", shared.parameter, known)))
+            for shared in group.shared:
+                gradient = _gradient(group, shared)
+                if gradient is not None:
+                    entries.append(("grad_reduced", shared.name, self._slot("grad_reduced", gradient, known)))
+        words = {"step": self._job.clock.step} if self._asked.optimizer else {}
+        if self._asked.optimizer and group.label != "embedding":
+            words["learning rate"] = hash(tuple(_rates(self._job.optimizer))) & (1 << 64) - 1
+        own = 0
+        if self._asked.rng and group.ranks == tensor_parallel_ranks():
+            found = generators(self._device.device)
+            words.update({f"generator {name}": value for name, value in found.common.items()})
+            own = next(iter(found.own.values()), 0)
+        return Member(group.label, group.ranks, entries, words, own)
+
+    def _slot(self, kind: str, tensor: torch.Tensor, known: dict[tuple[str, int], int]) -> int:
+        """The slot with the digest of a tensor, which several groups may share; -1 when it cannot be read."""
+        key = (kind, id(tensor))
+        if kind == "parameter" and key in known:
+            return known[key]
+        slot = self._slots.take()
+        if slot >= 0 and not self._measure(local_part(tensor), slot):
+            slot = -1
+        known[key] = slot
+        return slot
+
+    def _ranges(self) -> dict[str, tuple[int, int, int]] | None:
+        """Which part of each parameter this rank's optimizer updates: start, stop, all. Asked once."""
+        if self._number or not self._asked.optimizer:
+            return None
+        names = {id(entry.parameter): entry.name for chunk in self._job.chunks for entry in parameters(chunk)}
+        return {
+            names[id(entry.parameter)]: (*entry.part, entry.parameter.numel())
+            for entry in owned(self._job.optimizer)
+            if entry.part is not None and id(entry.parameter) in names
+        }
+
+    def close(self) -> None:
+        """Compare what is on its way, for a while."""
+        if self._comparer is not None:
+            self._comparer.close()
+
+    def ledger(self) -> dict[str, Any]:
+        """What was compared with whom, and what was not."""
+        found = {"groups": {group.label: list(group.ranks) for group in self._groups}, "notes": self._notes}
+        return {**found, **(self._comparer.ledger() if self._comparer is not None else {})}
+
+
+def _gradient(group: ReplicaGroup, shared: Shared) -> torch.Tensor | None:
+    """The reduced gradient, where the members of the group hold the same part of it."""
+    main: torch.Tensor | None = getattr(shared.parameter, "main_grad", None)
+    value = main if main is not None else shared.parameter.grad
+    if value is None:
+        return None
+    part = reduced_range(shared.chunk, shared.parameter)
+    if part is None:
+        return value
+    # Each data parallel rank holds another shard; buffers of two stages are cut differently.
+    if _GRADIENTS_OF.get(group.label) != "same range" or part[0] == part[1]:
+        return None
+    return value.reshape(-1)[part[0] : part[1]]
+
+
+def _rates(optimizer: Any) -> list[float]:
+    groups = [group for leaf in leaves(optimizer) for group in getattr(inner(leaf), "param_groups", ())]
+    return sorted({float(group["lr"]) for group in groups if not isinstance(group.get("lr"), torch.Tensor)})

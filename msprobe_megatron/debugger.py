@@ -1,0 +1,192 @@
+"""`PrecisionDebugger`: msprobe's own calls (start, stop, step, save), for scripts that are written for it.
+
+A thin driver of a `Session`: between `start` and `stop` the calls are recorded, `step` ends the step. Needs no Megatron;
+under Megatron the schedule still tells microbatches and stages. Also the oldest form, with `hook_name` and
+`configure_hook`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import nn, optim
+
+from msprobe_megatron.config import ConfigError, ProbeConfig, from_document
+from msprobe_megatron.config.debugger_arguments import configured, oldest_form, with_arguments
+from msprobe_megatron.config.document import read_document
+from msprobe_megatron.saving import save
+from msprobe_megatron.seeding import seed_all
+from msprobe_megatron.session import Session
+from msprobe_megatron.topology import coordinates
+
+_NOT_NOW = -1
+
+
+class PrecisionDebugger:
+    """One debugger a process: a second one is the first. Every call may be made on the class as well.
+
+    Example::
+
+        debugger = PrecisionDebugger(config_path="config.json")
+        for batch in loader:
+            debugger.start(model)
+            model(batch).sum().backward()
+            optimizer.step()
+            debugger.stop()
+            debugger.step()
+    """
+
+    _only: ClassVar[PrecisionDebugger | None] = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> PrecisionDebugger:
+        """The one of this process."""
+        if cls._only is None:
+            made = super().__new__(cls)
+            made._set_up(*args, **kwargs)
+            cls._only = made
+        return cls._only
+
+    def _set_up(
+        self,
+        config_path: str | os.PathLike[str] | None = None,
+        task: str | None = None,
+        dump_path: str | None = None,
+        level: str | None = None,
+        step: Any = None,
+        *,
+        hook_name: str | None = None,
+        rank: Any = None,
+    ) -> None:
+        given = {"task": task, "dump_path": dump_path, "level": level, "step": step, "rank": rank}
+        if hook_name is not None:
+            self._document: dict[str, Any] = oldest_form(hook_name, dump_path, rank, step)
+        else:
+            document = {"task": "statistics"} if config_path is None else read_document(config_path)
+            if not isinstance(document, dict):
+                raise ConfigError(f"{config_path}: is not a mapping at the top; accepted: a config.json of msprobe")
+            self._document = with_arguments(document, given) if "dump" not in document else document
+        self._source = "PrecisionDebugger" if config_path is None else os.fspath(config_path)
+        self._oldest = hook_name is not None
+        self._config: ProbeConfig = from_document(self._document, self._source)
+        self._session: Session | None = None
+        self._first = self._steps = 0
+        self._running = self._collected = False
+        self._by_hand = True
+        self._hook: Any = None
+
+    @classmethod
+    def configure_hook(cls, mode: str = "api_stack", **options: Any) -> None:
+        """The oldest form's second half: which calls, and with `summary_only` only their statistics.
+
+        Example::
+
+            debugger = PrecisionDebugger(dump_path="./dump", hook_name="dump", rank=0)
+            debugger.configure_hook(mode="api_stack", summary_only=True)
+        """
+        self = cls._made()
+        if not self._oldest:
+            raise ConfigError(
+                "configure_hook: belongs to PrecisionDebugger(hook_name=…); accepted: keys of config_path"
+            )
+        if self._session is not None:
+            raise ConfigError("configure_hook: recording has begun; accepted: before the first start")
+        try:
+            self._document = configured(self._document, mode, **options)
+        except TypeError as error:
+            raise ConfigError(f"configure_hook: {error}") from None
+        self._config = from_document(self._document, self._source)
+
+    @classmethod
+    def start(cls, model: nn.Module | Sequence[nn.Module] | None = None, **ignored: Any) -> None:
+        """Record from here on. `model` (one, or the chunks of a pipeline) is needed for modules: L0 and mix."""
+        if ignored:
+            raise ConfigError(f"PrecisionDebugger.start: {next(iter(ignored))} belongs to inference; accepted: model")
+        self = cls._made()
+        if self._session is None:
+            self._attach(model)
+        session = self._session
+        if session is None or self._running:
+            return
+        self._running = True
+        if session._open:
+            session._switch(on=True)
+        elif self._by_hand:
+            session.schedule_begin("PrecisionDebugger", None)
+            session.in_schedule = False
+
+    @classmethod
+    def stop(cls) -> None:
+        """Record no more; another `start` in the same step goes on with it."""
+        self = cls._made()
+        if self._session is not None and self._running:
+            self._running = False
+            self._session._switch(on=False)
+
+    @classmethod
+    def step(cls) -> None:
+        """The step is over: write it, and count on."""
+        self = cls._made()
+        self._running = False
+        if self._session is not None:
+            if self._collected:
+                self._session.optimizer_end()
+            else:
+                self._session.step()
+        self._collected = False
+        self._steps += 1
+
+    @classmethod
+    def save(cls, variable: Any, name: str, save_backward: bool = True) -> None:
+        """Record a variable; at level debug no `start` is needed."""
+        self = cls._made()
+        dump = self._config.dump
+        if dump is not None and dump.level == "debug" and not self._running:
+            cls.start()
+        save(variable, name, save_backward)
+
+    @classmethod
+    def set_init_step(cls, step: int) -> None:
+        """Number of the coming step, where training was resumed."""
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ConfigError(f"set_init_step: {step!r} is not a step; accepted: a whole number from 0 up")
+        self = cls._made()
+        self._first, self._steps = step, 0
+
+    seed_all = staticmethod(seed_all)
+
+    @classmethod
+    def close(cls) -> None:
+        """Write what is left and forget the debugger; the next one is a new one. Also done when the process ends."""
+        self, cls._only = cls._only, None
+        if self is not None and self._session is not None:
+            self._session.close()
+            self._hook.remove()
+
+    @classmethod
+    def _made(cls) -> PrecisionDebugger:
+        if cls._only is None:
+            raise ConfigError("PrecisionDebugger: there is none yet; make one first: PrecisionDebugger(config_path=…)")
+        return cls._only
+
+    def _attach(self, model: nn.Module | Sequence[nn.Module] | None) -> None:
+        chunks = [] if model is None else [model] if isinstance(model, nn.Module) else list(model)
+        dump = self._config.dump
+        if dump is not None and dump.level in ("L0", "mix") and not chunks:
+            raise ConfigError(
+                f"{self._source}: level {dump.level} needs start(model); accepted: a module or a list of them"
+            )
+        # With Megatron's schedules a step begins where they do, and microbatches are theirs.
+        self._by_hand = not chunks or coordinates.parallel_state() is None
+        self._session = Session(chunks, None, self._config, step=self._coming)
+        self._hook = optim.optimizer.register_optimizer_step_pre_hook(self._before_optimizer)
+
+    def _coming(self) -> int:
+        return self._first + self._steps if self._running else _NOT_NOW
+
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Weights and gradients as the first optimizer of the step is about to use them."""
+        if self._session is not None and self._running and not self._collected and self._session._open:
+            self._collected = True
+            self._session.optimizer_begin()

@@ -1,0 +1,235 @@
+"""The flight recorder of one session: the last steps in memory, written out when something happens.
+
+It is a dump of modules, parameters and gradients (L0 statistics, no stacks) of every step whose batches go into a ring
+instead of to the writer. The writer thread looks at each for NaN and Inf when its figures have arrived; alerts,
+exceptions and signals come from where they happen. What is written are ordinary steps of the run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from msprobe_megatron.clock import Moment
+from msprobe_megatron.config import DumpConfig, RecorderConfig
+from msprobe_megatron.dumping import Dumping
+from msprobe_megatron.last_words import LAST_WORDS
+from msprobe_megatron.parts import Job, Part
+from msprobe_megatron.record.batches import StepBatch, WriterCounts
+from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.record.schema import IDENTITY_COLUMNS
+
+Batches = tuple[StepBatch, ...]
+
+
+class FlightRecorder(Part):
+    """What the `recorder` section of the probe file asks.
+
+    Example::
+
+        recorder = FlightRecorder(job, config.recorder)
+        recorder.keep("alert spike", step=7)
+    """
+
+    name = "recorder"
+
+    def __init__(self, job: Job, asked: RecorderConfig) -> None:
+        self.asked, self._job = asked, job
+        self._dump = Dumping(replace(job, submit=self._take), DumpConfig(level="L0", stacks=False))
+        self._ring: deque[StepBatch] = deque(maxlen=asked.keep_steps)
+        self._looked: Batches = ()
+        self._bad: set[tuple[str, ...]] = set()
+        self._lock = threading.Lock()
+        self._limit = job.config.limits.host_memory // 4
+        self._identity = {"rank": job.where.rank, **job.where.position()}
+        self._identity = {name: self._identity[name] for name in IDENTITY_COLUMNS}
+        self._last = -1
+        self.written: dict[int, str] = {}
+        self._times = self._too_large = 0
+        self._notes = LAST_WORDS.add(self._ending, signals="signal" in asked.on)
+        # A signal leaves no time to load what writes files.
+        import pyarrow.parquet  # noqa: F401
+
+    # What a part is told: the dump inside does it.
+
+    def next_from(self, step: int) -> int | None:
+        """Every step that the dump does not record anyway."""
+        dumped = self._job.config.dump is not None and step in self._job.config.steps
+        return step + 1 if dumped else step
+
+    def describe(self) -> str:
+        """How much is kept, and when it is written."""
+        return f"keeping the last {self.asked.keep_steps} steps for {', '.join(self.asked.on)} and exceptions"
+
+    def begin(self) -> None:
+        """Every step is recorded, into memory."""
+        self._dump.begin()
+
+    def microbatch(self, moment: Moment) -> None:
+        """As the dump."""
+        self._dump.microbatch(moment)
+
+    def reported(self, entry: Any, moment: Moment) -> None:
+        """As the dump."""
+        self._dump.reported(entry, moment)
+
+    def calls_end(self) -> None:
+        """As the dump."""
+        self._dump.calls_end()
+
+    def pause(self) -> None:
+        """As the dump."""
+        self._dump.pause()
+
+    def resume(self) -> None:
+        """As the dump."""
+        self._dump.resume()
+
+    def memory_changed(self) -> None:
+        """As the dump."""
+        self._dump.memory_changed()
+
+    def before_optimizer(self) -> None:
+        """As the dump."""
+        self._dump.before_optimizer()
+
+    def remove(self) -> None:
+        """As the dump."""
+        self._dump.remove()
+
+    def finish(self, complete: bool) -> None:
+        """The step is over: it takes its place in the ring. One that was cut short has it written out."""
+        self._dump.finish(complete)
+        kept = tuple(self._ring)
+        if not complete:
+            self._write("a step that did not end", self._job.clock.step, kept)
+        elif kept:
+            self._job.submit(Look(kept[-1], self, kept))
+
+    def close(self) -> None:
+        """The run is over; if an exception ends it, that is a reason to write."""
+        LAST_WORDS.remove(self._ending)
+        kind = sys.exc_info()[0]
+        if kind is not None and issubclass(kind, Exception):
+            self._ending(f"exception {kind.__name__}")
+
+    def ledger(self) -> dict[str, Any]:
+        """What was written, why, and what could not be armed."""
+        return {
+            "kept": [batch.step for batch in self._ring],
+            "written": self.written,
+            "too_large": self._too_large,
+            "notes": self._notes,
+            "bound": self._dump.ledger().get("bound", {}),
+        }
+
+    # The ring and its ways out.
+
+    def _take(self, batch: StepBatch) -> bool:
+        self._ring.append(batch)
+        # Only the training thread appends and drops: others take a copy of the whole ring at once.
+        while len(self._ring) > 1 and sum(kept.nbytes for kept in self._ring) > self._limit:
+            self._ring.popleft()
+            self._too_large += 1
+            if self._too_large == 1:
+                text = (
+                    f"the flight recorder keeps {len(self._ring)} steps: more are over a quarter of limits.host_memory"
+                )
+                self._job.say(text, "drop")
+        return True
+
+    def look(self, batch: StepBatch, kept: Batches) -> None:
+        """In the writer thread: the figures of a step have arrived. A tensor that goes non-finite is a reason."""
+        self._looked = kept
+        if "nonfinite" not in self.asked.on:
+            return
+        _, counts = batch.slots.wait()
+        bad = (counts[:, :3] > 0).any(axis=1)
+        if not bad.any():
+            return
+        found = {(row.kind, row.name, row.io, row.path) for row in batch.rows if row.slot >= 0 and bad[row.slot]}
+        # A mask of -Inf is there at every step: what was bad before is no news.
+        new = found - self._bad
+        self._bad |= found
+        if new and (self._last < 0 or batch.step - self._last >= self.asked.keep_steps):
+            first = min((row for row in batch.rows if (row.kind, row.name, row.io, row.path) in new), key=_seq)
+            self._write(f"non-finite {first.name} {first.io} ({first.kind})", batch.step, kept)
+
+    def keep(self, reason: str, step: int) -> None:
+        """Something else saw a reason in the figures of `step`; what led to it is what was kept then."""
+        looked = self._looked
+        self._write(reason, step, looked if looked and looked[-1].step >= step else self._now())
+
+    def _ending(self, reason: str) -> None:
+        self._write(reason, self._job.clock.step, self._now())
+
+    def _now(self) -> Batches:
+        while True:
+            try:
+                return tuple(self._ring)
+            except RuntimeError:  # the training thread appended in between
+                continue
+
+    def _write(self, reason: str, step: int, batches: Batches) -> None:
+        with self._lock:
+            new = [batch for batch in batches if not self._there(batch)]
+            if self._times >= self.asked.times or not new:
+                return
+            self._times, self._last = self._times + 1, step
+            for batch in new:
+                batch.write(self._job.directory, self._identity)
+                self.written[batch.step] = reason
+            steps = [batch.step for batch in new]
+            text = f"flight recorder: steps {steps} are written: {reason}"
+            event = {"event": "recorder", "rank": self._job.where.rank, "step": step, "reason": reason}
+            self._job.directory.append_event({**event, "steps": steps, "text": text})
+        with contextlib.suppress(OSError, ValueError):
+            print(f"msprobe [rank {self._job.where.rank}]: {text}", file=sys.stderr, flush=True)
+
+    def _there(self, batch: StepBatch) -> bool:
+        """Whether the step is on disk: written before, or by the dump."""
+        records = f"step_{batch.step:06d}/rank_{self._identity['rank']:05d}/records.parquet"
+        return batch.step in self.written or (self._job.directory.path / records).exists()
+
+
+@dataclass(frozen=True)
+class Look:
+    """Goes through the writer's queue and writes nothing: the recorder looks at a step when its figures are there."""
+
+    batch: StepBatch
+    recorder: FlightRecorder
+    kept: Batches
+
+    @property
+    def step(self) -> int:
+        """The step to look at."""
+        return self.batch.step
+
+    @property
+    def nbytes(self) -> int:
+        """What the queue keeps alive beyond the ring, at most."""
+        return self.batch.nbytes
+
+    def coming(self, last: int) -> int:
+        """No file of the writer's."""
+        return 0
+
+    def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
+        """Look."""
+        self.recorder.look(self.batch, self.kept)
+        return 0
+
+    def count(self, counts: WriterCounts) -> None:
+        """Not a step that was written."""
+
+    def drop(self, counts: WriterCounts) -> None:
+        """Nothing was lost that had been asked for."""
+
+
+def _seq(row: Any) -> int:
+    return int(row.seq)

@@ -1,0 +1,255 @@
+"""The monitor of one session: its probe and the sites that feed it, put together.
+
+Watches on steps of its own choice, all along the training. Hooks and patches stay in place as long as the next step is
+watched too; on a step that is not, nothing of it is there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from msprobe_megatron import backends
+from msprobe_megatron.clock import Moment
+from msprobe_megatron.config import ConfigError, MonitorConfig, StepSelection
+from msprobe_megatron.parts import Job, Part
+from msprobe_megatron.probes.monitor import MonitorProbe, Reading
+from msprobe_megatron.record.monitor import MonitorEnd
+from msprobe_megatron.record.slots import SlotTable
+from msprobe_megatron.sites.arguments import own_work
+from msprobe_megatron.sites.comm import CommSite
+from msprobe_megatron.sites.gradients import GradientSite, WatchedParameters
+from msprobe_megatron.sites.losses import LossSite
+from msprobe_megatron.sites.modules import ModuleSite
+from msprobe_megatron.sites.optimizer_states import OptimizerStates
+from msprobe_megatron.sites.progress import Arguments, Scalars, Throughput
+from msprobe_megatron.topology import names
+from msprobe_megatron.topology.dtensors import local_part
+from msprobe_megatron.topology.grad_buffers import reduced_range
+
+_SLOT_BYTES = 32 << 20
+_ROWS_PER_BLOCK = 256
+
+
+class Monitoring(Part):
+    """What the `monitor` section of the probe file asks, bound to a model.
+
+    Example::
+
+        monitor = Monitoring(job, config.monitor)
+        monitor.begin()
+        ...
+        monitor.finish(complete=True)
+    """
+
+    name = "monitor"
+
+    def __init__(self, job: Job, asked: MonitorConfig) -> None:
+        self.asked = asked
+        self._job = job
+        self._watched_steps = 0
+        self._last_step = -1
+        device = backends.select()
+        slots = SlotTable(
+            device.device,
+            _ROWS_PER_BLOCK,
+            float_dtype=device.float_dtype,
+            to_host=device.to_host,
+            limit_bytes=min(_SLOT_BYTES, job.config.limits.host_memory // 4),
+            digest=asked.data,
+        )
+        self._probe = probe = MonitorProbe(asked, job.clock, slots, job.watchers, job.fault)
+        self._modules = ModuleSite(job.chunks, probe, job.clock, job.where, job.fault, stacks=False)
+        self._watched = WatchedParameters(job.chunks, probe, job.where)
+        self._gradients = GradientSite(
+            job.chunks, self._watched, probe, job.fault, microbatches=asked.microbatch_gradients
+        )
+        self._optimizer = OptimizerStates(job.optimizer, self._watched, probe, asked, job.fault)
+        self._scalars = Scalars(job.optimizer, probe)
+        self._losses = LossSite(probe)
+        self._arguments = Arguments(job.chunks, probe, job.clock, job.fault, digests=asked.data)
+        self._throughput = Throughput(probe, device.device)
+        self._comm = CommSite(probe, job.clock, job.where, job.fault)
+        self._parameters = _Parameters(self._watched, probe)
+        if job.where.pp_size == 1 and job.where.ep_size == 1:
+            self._refuse_unmatched()
+
+    def _refuse_unmatched(self) -> None:
+        unmatched = self._probe.targets.unmatched()
+        if unmatched:
+            some = [entry.name for chunk in self._job.chunks for entry in names.modules(chunk)][:6]
+            raise ConfigError(
+                f"{self._job.config.source}: monitor.targets: {unmatched[0]!r} is no module or parameter of this"
+                f" model; accepted: a name such as {', '.join(some)}"
+            )
+
+    def next_from(self, step: int) -> int | None:
+        """The first step from `step` on that `start_step`, `every`, `window` and `collect_times` select."""
+        asked = self.asked
+        if asked.collect_times is not None and self._watched_steps >= asked.collect_times and step != self._last_step:
+            return None
+        return next_watched(step, asked.start_step, asked.every, asked.window)
+
+    def describe(self) -> str:
+        """What is watched how often."""
+        return f"watching {len(self._modules.watched)} modules and {len(self._watched)} parameters" + (
+            f" every {self.asked.every} steps" if self.asked.every > 1 else " at every step"
+        )
+
+    def begin(self) -> None:
+        """A watched step begins: set the hooks, or wake those that are there."""
+        asked = self.asked
+        self._watched_steps += 1
+        self._last_step = self._job.clock.step
+        if asked.activations:
+            self._modules.install()
+        if asked.gradients or asked.microbatch_gradients:
+            self._gradients.install()
+        self._optimizer.install()
+        self._arguments.install()
+        if asked.comm:
+            self._comm.install()
+        self._throughput.begin()
+
+    def pause(self) -> None:
+        """The model runs for something else than the step."""
+        for site in (self._modules, self._gradients, self._arguments):
+            site.pause()
+
+    def resume(self) -> None:
+        """The step goes on."""
+        self._modules.resume()
+        self._gradients.resume()
+        self._arguments.resume()
+
+    def reported(self, entry: Any, moment: Moment) -> None:
+        """The loss function of a microbatch has reported `entry`."""
+        with own_work():
+            self._losses.report(entry, moment.microbatch, moment.chunk)
+
+    def microbatch(self, moment: Moment) -> None:
+        """The input of a microbatch may have come into the memory of the last one."""
+        self._probe.memory_changed()
+
+    def memory_changed(self) -> None:
+        """Tensors may have changed without their version counters telling."""
+        self._probe.memory_changed()
+
+    def before_optimizer(self) -> None:
+        """The optimizer is about to step: parameters and gradients are final."""
+        self._probe.memory_changed()
+        self._comm.optimizing = True
+        with own_work():
+            if self.asked.gradients:
+                self._gradients.reduced()
+            if self.asked.parameters:
+                self._parameters.read("before")
+            self._scalars.before_step()
+
+    def after_optimizer(self, result: Any) -> None:
+        """The optimizer has stepped: states and parameters are new."""
+        self._probe.memory_changed()
+        with own_work():
+            self._optimizer.after_step()
+            if self.asked.parameters:
+                self._parameters.read("after")
+            self._scalars.after_step(result)
+
+    def finish(self, complete: bool) -> None:
+        """The step is over: its rows go to the writer."""
+        step = self._job.clock.step
+        self._throughput.finish(step, self._arguments.samples, self._arguments.tokens)
+        self._comm.remove()
+        if self.next_from(step + 1) == step + 1:
+            self._rest()
+        else:
+            self.remove()
+        self._job.submit(self._probe.finish())
+
+    def _rest(self) -> None:
+        for site in (self._modules, self._gradients, self._arguments, self._optimizer):
+            site.pause()
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        self._modules.remove()
+        self._gradients.remove()
+        self._arguments.remove()
+        self._optimizer.remove()
+        self._comm.remove()
+
+    def close(self) -> None:
+        """The run is over: write the steps that have no file yet."""
+        self._throughput.close()
+        self._job.submit(MonitorEnd(max(0, self._last_step), self._probe.file))
+
+    def not_happened(self, last_step: int) -> list[str]:
+        """Nothing watched although there were steps, or kinds that this optimizer cannot show."""
+        found = [
+            f"monitor: gradients at the step of {name} cannot be seen: it has no step hooks"
+            for name in sorted(self._optimizer.without_hooks)
+        ]
+        if not self._watched_steps and last_step >= 0:
+            found.append(f"monitor: no step was watched: the last one was {last_step}")
+        if self.asked.targets and not self._modules.watched and not len(self._watched):
+            found.append("monitor.targets: nothing of it is on this rank")
+        return found
+
+    def ledger(self) -> dict[str, Any]:
+        """What was bound, matched and fired."""
+        bound = {"modules": len(self._modules.watched), "parameters": len(self._watched)}
+        return {
+            **self._probe.ledger(),
+            "bound": bound,
+            "steps": self._watched_steps,
+            "patches": self._gradients.ledger(),
+        }
+
+
+class _Parameters:
+    """Weights before and after the step of the optimizer."""
+
+    def __init__(self, watched: WatchedParameters, probe: MonitorProbe) -> None:
+        self._probe, self._watched = probe, watched
+        self._known: dict[str, tuple[Reading, list[torch.Tensor]]] = {}
+
+    def read(self, when: str) -> None:
+        """Read all of them."""
+        if when not in self._known:
+            found = [self._one(chunk, entry, when) for _, chunk, entry in self._watched.entries]
+            here = [one for one in found if one is not None]
+            self._known[when] = (Reading([place for place, _ in here], "optimizer"), [x for _, x in here])
+        reading, tensors = self._known[when]
+        if tensors:
+            self._probe.read(reading, tensors)
+
+    def _one(self, chunk: Any, entry: names.NamedParameter, when: str) -> tuple[Any, torch.Tensor] | None:
+        tensor, part = local_part(entry.parameter).detach(), None
+        overlapped = getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False)
+        if when == "after" and overlapped:
+            # What other ranks have updated comes with the next forward.
+            part = reduced_range(chunk, entry.parameter)
+            if part is not None:
+                if part[0] == part[1]:
+                    return None
+                tensor = tensor.reshape(-1)[part[0] : part[1]]
+        return self._watched.place(entry.parameter, "parameter", "weight", when, part), tensor
+
+
+def next_watched(step: int, start: int, every: int, window: StepSelection | None = None) -> int | None:
+    """The first step from `step` on that is `start`, `start` + `every`, … and in `window`.
+
+    Example::
+
+        next_watched(11, start=0, every=10)     # 20
+    """
+    step = max(step, start)
+    while True:
+        step += (start - step) % every
+        if window is None:
+            return step
+        inside = window.next_from(step)
+        if inside is None or inside == step:
+            return inside
+        step = inside

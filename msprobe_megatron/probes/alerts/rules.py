@@ -1,0 +1,228 @@
+"""The rules: each finds, among the rows of a step, those that it has something to say about.
+
+A rule sees columns and never the training; what it keeps from step to step is bounded by the number of series.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from msprobe_megatron.config import Alert
+from msprobe_megatron.config.expressions import parse_expression
+from msprobe_megatron.probes.alerts.history import History, Usual
+from msprobe_megatron.probes.alerts.seen import Columns, Flags, Floats, Numbers
+
+ENOUGH = 8
+"""Values of a series that must have been seen before it is judged against them."""
+_SPIKE, _VANISH = 0.5, 1e-3
+_MOSTLY_ZERO = 0.99
+_REDUCED = ("grad_reduced", "grad_clipped")
+_GRADIENTS = ("gradient", "grad_unreduced", *_REDUCED)
+# Rows that have a size of their own to spike or vanish; token ids, times and verdicts have not.
+_SIZED = ("activation", *_GRADIENTS, "update", "optimizer_state", "parameter", "loss")
+# They are set by the script and may jump.
+_SETTINGS = ("loss_scale", "lr", "learning_rate", "skipped")
+_EXPERT = re.compile(r"(?:^|.*\.)(?:local_)?experts\.\d+(?=\.|$)")
+
+
+class Hit(NamedTuple):
+    """A row that a rule has something to say about: its index among the rows of the step, the figure, the words."""
+
+    row: int
+    value: float
+    words: str
+
+
+class Step(NamedTuple):
+    """The rows of a step as rules see them."""
+
+    columns: Columns
+    series: Numbers
+    chosen: Flags
+    """Rows that `names` and `kinds` of the rule select, and that have figures."""
+
+
+class Rule:
+    """A rule that needs to know nothing of earlier steps.
+
+    Example::
+
+        hits = make_rule(Alert("limit", 1e4), histories={}).judge(step)
+    """
+
+    kinds: tuple[str, ...] = ()
+    """Kinds of rows that are looked at where the probe file does not say."""
+
+    def __init__(self, alert: Alert) -> None:
+        self.alert = alert
+
+    def judge(self, step: Step) -> list[Hit]:
+        """The rows that are to be told of, in any order."""
+        raise NotImplementedError
+
+
+class NonFinite(Rule):
+    """A NaN or an Inf."""
+
+    def judge(self, step: Step) -> list[Hit]:
+        """Every row that counts one."""
+        columns = step.columns
+        bad = columns["n_nan"] + columns["n_inf"]
+        return [
+            Hit(int(i), float(bad[i]), f"{_non_finite(columns, i)} of {columns['numel'][i]:.0f} elements")
+            for i in np.flatnonzero(step.chosen & (bad > 0))
+        ]
+
+
+class Limit(Rule):
+    """An absolute value above the threshold."""
+
+    def judge(self, step: Step) -> list[Hit]:
+        """Every row whose largest absolute value is above it."""
+        largest, most = step.columns["absmax"], self.alert.threshold or 0.0
+        return [
+            Hit(int(i), float(largest[i]), f"absolute value {largest[i]:.6g} is above {most:g}")
+            for i in np.flatnonzero(step.chosen & (largest > most))
+        ]
+
+
+class Custom(Rule):
+    """What the expression of the probe file says."""
+
+    def __init__(self, alert: Alert) -> None:
+        super().__init__(alert)
+        self._expression = parse_expression(alert.expression)
+
+    def judge(self, step: Step) -> list[Hit]:
+        """Every row of which the expression holds."""
+        with np.errstate(all="ignore"):
+            holds = np.broadcast_to(np.asarray(self._expression.holds(step.columns), bool), step.chosen.shape)
+        names = [name for name in self._expression.columns if step.columns[name].dtype != object]
+        hits = []
+        for i in np.flatnonzero(step.chosen & holds):
+            figures = ", ".join(f"{name} {step.columns[name][i]:.6g}" for name in names)
+            value = float(step.columns[names[0]][i]) if names else 1.0
+            hits.append(Hit(int(i), value, f"{self.alert.expression} ({figures})"))
+        return hits
+
+
+class Spike(Rule):
+    """A norm far above or below what is usual for the series, by ratio and by robust deviations."""
+
+    kinds = _SIZED
+
+    def __init__(self, alert: Alert, history: History) -> None:
+        super().__init__(alert)
+        self._history = history
+        self._ratio = float(np.log1p(_SPIKE if alert.threshold is None else alert.threshold))
+
+    def judge(self, step: Step) -> list[Hit]:
+        """Every row whose norm is further from the median, on the scale of logarithms, than both bounds."""
+        chosen = np.flatnonzero(step.chosen & ~np.isin(step.columns["name"], _SETTINGS))
+        usual, logs = self._history.usual(step.series[chosen]), logarithms(step.columns)[chosen]
+        with np.errstate(invalid="ignore"):
+            bound = np.maximum(self._ratio, self.alert.deviations * usual.deviation)
+            odd = (usual.values >= _enough(self._history)) & np.isfinite(logs) & (np.abs(logs - usual.median) > bound)
+        return [_against_usual(int(chosen[i]), float(logs[i]), usual, int(i)) for i in np.flatnonzero(odd)]
+
+
+class Vanish(Rule):
+    """A norm that collapsed, or a tensor that is all of a sudden nothing but zeros."""
+
+    kinds = ("activation", *_GRADIENTS)
+
+    def __init__(self, alert: Alert, history: History) -> None:
+        super().__init__(alert)
+        self._history, self._zeros = history, History(history.window)
+        self._ratio = float(np.log(_VANISH if alert.threshold is None else alert.threshold))
+
+    def judge(self, step: Step) -> list[Hit]:
+        """Every row whose norm is below the share of the median that the threshold gives, or whose zeros jumped."""
+        chosen = np.flatnonzero(step.chosen & (step.columns["numel"] > 0))
+        series, columns = step.series[chosen], step.columns
+        bad = columns["n_nan"] + columns["n_inf"]
+        usual, zeros = self._history.usual(series), self._zeros.usual(series)
+        share, logs = columns["zeros"][chosen], logarithms(columns)[chosen]
+        enough = _enough(self._history)
+        with np.errstate(invalid="ignore"):
+            collapsed = (usual.values >= enough) & (logs - usual.median < self._ratio) & (bad[chosen] == 0)
+            emptied = (zeros.values >= enough) & (share > _MOSTLY_ZERO) & (zeros.median < _MOSTLY_ZERO / 2)
+        self._zeros.add(series, share)
+        hits = [_against_usual(int(chosen[i]), float(logs[i]), usual, int(i)) for i in np.flatnonzero(collapsed)]
+        for i in np.flatnonzero(emptied & ~collapsed):
+            words = f"{share[i]:.1%} of the elements are zero, usually {zeros.median[i]:.1%}"
+            hits.append(Hit(int(chosen[i]), float(share[i]), words))
+        return hits
+
+
+class DeadExpert(Rule):
+    """An expert that no token reached: its reduced gradients are zero, or, where there are none, its activations."""
+
+    def judge(self, step: Step) -> list[Hit]:
+        """The first row of every expert of which all that is known in this step is zero or empty."""
+        rows = step.columns.seen.rows
+        zero = (step.columns["n_zero"] >= step.columns["numel"]) | (step.columns["numel"] == 0)
+        experts: dict[str, dict[bool, list[int]]] = {}
+        for i in np.flatnonzero(step.chosen):
+            row = rows[i]
+            found = _EXPERT.match(row.name) if row.kind in ("activation", *_GRADIENTS) else None
+            if found is not None:
+                experts.setdefault(found[0], {}).setdefault(row.kind in _REDUCED, []).append(int(i))
+        hits = []
+        for name, known in experts.items():
+            # What ranks of the same expert have added up knows of all tokens; an activation only of this rank's.
+            evidence = known.get(True) or known[False]
+            if all(zero[i] for i in evidence):
+                hits.append(Hit(int(evidence[0]), 0.0, f"no token reached {name} in this step"))
+        return hits
+
+
+class Replica(Rule):
+    """Told by the checks across ranks and not by rows."""
+
+    def judge(self, step: Step) -> list[Hit]:
+        """Nothing: rows of one rank do not say what others hold."""
+        return []
+
+
+def make_rule(alert: Alert, histories: dict[int, History]) -> Rule:
+    """The rule that an alert of the probe file asks for; rules with the same window share a history of norms.
+
+    Example::
+
+        make_rule(Alert("spike", 0.5), histories := {})
+    """
+    if alert.rule in ("spike", "vanish"):
+        history = histories.setdefault(alert.window, History(alert.window))
+        return (Spike if alert.rule == "spike" else Vanish)(alert, history)
+    simple: dict[str, Callable[[Alert], Rule]] = {
+        **{"nonfinite": NonFinite, "limit": Limit, "custom": Custom},
+        **{"dead_expert": DeadExpert, "replica": Replica},
+    }
+    return simple[alert.rule](alert)
+
+
+def logarithms(columns: Columns) -> Floats:
+    """Logarithm of every norm: minus infinity for zeros, NaN where something is not finite or not there."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(columns["n_nan"] + columns["n_inf"] == 0, np.log(columns["norm"]), np.nan)
+
+
+def _enough(history: History) -> int:
+    return min(ENOUGH, history.window)
+
+
+def _against_usual(row: int, log: float, usual: Usual, i: int) -> Hit:
+    norm, median = float(np.exp(log)), float(np.exp(usual.median[i]))
+    times = norm / median if median else float("inf")
+    words = f"norm {norm:.4g} is {times:.3g} times the median {median:.4g} of the last {usual.values[i]} values"
+    return Hit(row, norm, words)
+
+
+def _non_finite(columns: Columns, i: Any) -> str:
+    words = (("n_nan", "NaN"), ("n_posinf", "+Inf"), ("n_neginf", "-Inf"))
+    return ", ".join(f"{columns[column][i]:.0f} {word}" for column, word in words if columns[column][i] > 0)

@@ -1,0 +1,155 @@
+"""Changed inputs: noise in units of the last place, and msprobe's four changes.
+
+The sign of the noise of an element comes from a hash of its index in the whole tensor, dimension by dimension, so that
+a shard gets the part of the noise that the whole would get, whatever the layout. No random generator is asked. Zeros,
+subnormal numbers, Inf and NaN stay what they are.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from msprobe_megatron.measure.pair import digits
+
+Numbering = tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]
+_INTEGERS = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+# msprobe's strengths, by dtype.
+STRENGTH = {torch.bfloat16: 1e-4, torch.float16: 1e-6, torch.float32: 1e-8, torch.float64: 1e-16}
+_MIX = 0x9E3779B97F4A7C15
+_ALL = (1 << 64) - 1
+
+
+
+
+def sign_of(dim: int, index: int) -> int:
+    """The part of a sign that an index along a dimension gives.
+
+    Example::
+
+        >>> [sign_of(0, i) for i in range(6)]
+        [1, -1, -1, -1, 1, 1]
+    """
+    word = (index + 1) * _MIX + (dim + 1) * 0xD1B54A32D192ED03 & _ALL
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _ALL
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & _ALL
+    return 1 if word >> 63 else -1
+
+
+@lru_cache(maxsize=256)
+def _signs(dim: int, numbers: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Signs of a dimension whose local elements are runs (first, count) of the whole."""
+    values = [sign_of(dim, index) for first, count in numbers for index in range(first, first + count)]
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def add_ulps(x: torch.Tensor, ulps: int, numbering: Numbering | None = None) -> torch.Tensor | None:
+    """``x`` with every element moved by ``ulps`` units in its last place, up or down.
+
+    ``numbering`` says which elements of the whole tensor these are (`topology.index_map`); None: all of it.
+
+    Example::
+
+        >>> add_ulps(torch.tensor([1.0, 0.0]), 1)
+        tensor([1.0000, 0.0000])
+    """
+    integer = _INTEGERS.get(x.dtype)
+    if integer is None or x.numel() == 0:
+        return None
+    x = x.detach().contiguous()
+    bits, _ = digits(x.dtype)
+    width = torch.iinfo(integer).bits
+    top = torch.iinfo(integer).max
+    words = x.view(integer)
+    magnitude = words & top
+    smallest = 1 << bits  # the bit pattern of the smallest normal number
+    largest = (((1 << (width - 1 - bits)) - 1) << bits) - 1  # of the largest finite one
+    moved = (magnitude >= smallest + ulps) & (magnitude <= largest - ulps)
+    step = moved.to(integer) * ulps
+    for dim in range(x.dim()):
+        if x.size(dim) > 1 or numbering is not None:
+            shape = [1] * x.dim()
+            shape[dim] = x.size(dim)
+            step = step * _signs(dim, _runs(x, dim, numbering), integer, x.device).view(shape)
+    if x.dim() == 0:
+        step = step * sign_of(0, 0)
+    return (words + step).view(x.dtype)
+
+
+def _runs(x: torch.Tensor, dim: int, numbering: Numbering | None) -> tuple[tuple[int, int], ...]:
+    if numbering is None or len(numbering) != x.dim():
+        return ((0, x.size(dim)),)
+    step, segments = numbering[dim]
+    return tuple((offset // max(step, 1), count) for _, count, offset in segments)
+
+
+def add_noise(x: torch.Tensor) -> torch.Tensor | None:
+    """Msprobe's noise: a constant, added where the magnitude is above its root.
+
+    Example::
+
+        >>> add_noise(torch.tensor([1e-5, 1.0], dtype=torch.float64)) is None
+        False
+    """
+    strength = STRENGTH.get(x.dtype)
+    if strength is None or x.numel() == 0:
+        return None
+    x = x.detach()
+    return torch.where(x.abs() > strength**0.5, x + strength, x)
+
+
+def flip_last_bit(x: torch.Tensor) -> torch.Tensor | None:
+    """Msprobe's bit noise: the last bit of the fraction turned over, where the number is normal.
+
+    Example::
+
+        flip_last_bit(torch.tensor([1.0]))       # 1.0000001
+    """
+    integer = _INTEGERS.get(x.dtype)
+    if integer is None or x.numel() == 0:
+        return None
+    x = x.detach().contiguous()
+    normal = (x.abs() > torch.finfo(x.dtype).smallest_normal).to(integer)
+    return (x.view(integer) ^ normal).view(x.dtype)
+
+
+def swap_ends(x: torch.Tensor) -> torch.Tensor | None:
+    """Msprobe's change of value: first and last element of the first two dimensions change places.
+
+    Example::
+
+        >>> swap_ends(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([3., 2., 1.])
+    """
+    if x.dim() == 0 or x.numel() == 0:
+        return None
+    if x.dim() == 1 and x.numel() < 2:  # noqa: PLR2004
+        return None
+    if x.dim() > 1 and x.size(0) < 2 and x.size(1) < 2:  # noqa: PLR2004
+        return None
+    y = x.detach().clone()
+    if x.dim() == 1:
+        y[0], y[-1] = x[-1], x[0]
+    else:
+        y[0, 0], y[-1, -1] = x[-1, -1], x[0, 0]
+    return y
+
+
+def swap_rows(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """First and last row along a dimension change places; its own inverse.
+
+    Example::
+
+        >>> swap_rows(torch.tensor([1.0, 2.0, 3.0]), 0)
+        tensor([3., 2., 1.])
+    """
+    y = x.clone()
+    y.select(dim, 0).copy_(x.select(dim, -1))
+    y.select(dim, -1).copy_(x.select(dim, 0))
+    return y

@@ -1,0 +1,253 @@
+"""Site: API calls that a probe may run again, or run otherwise.
+
+Where the L1 site tells of a call, this one hands the call over: the handler runs it and gives back its result. The
+mode that sees calls is on only while a chosen module itself is running, not in its children unless they are chosen too,
+so that a step with few chosen modules costs little more than their hooks. What `autograd.Function`s call in their
+backward is seen through hooks on their nodes, which insert nothing into the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from msprobe_megatron.clock import Clock, Moment
+from msprobe_megatron.sites import mode_stack
+from msprobe_megatron.sites.api_names import name_of
+from msprobe_megatron.sites.compiled_regions import CompiledRegions
+from msprobe_megatron.topology import names
+
+OUTSIDE = "outside"
+_FUNCTION: Any = torch.autograd.Function
+Fault = Callable[[BaseException, str], None]
+
+
+class Pass(NamedTuple):
+    """A module that is running: its name and chunk, phase and moment, and how often each API was called so far."""
+
+    module: str
+    chunk: int
+    phase: str
+    moment: Moment
+    counts: dict[str, int]
+
+
+class Handler(Protocol):
+    """Who is handed the calls."""
+
+    def wants(self, module: str, phase: str, moment: Moment) -> bool:
+        """Whether calls that this module makes itself are to be handed over."""
+
+    def call(
+        self, api: str, number: int, where: Pass, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run the call and return its result."""
+
+
+class _Frame(NamedTuple):
+    running: Pass | None
+    switched: bool
+    """Whether entering changed the mode, so that leaving must change it back."""
+
+
+class CallSite:
+    """Hands over calls between `install` and `remove`.
+
+    Example::
+
+        site = CallSite(chunks, clock, fault, handler)
+        site.install({"decoder.layers.0.mlp"}); ...; site.remove()
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        clock: Clock,
+        fault: Fault,
+        handler: Handler,
+        preset: str = "focus",
+        *,
+        in_backward: bool = False,
+    ) -> None:
+        self._clock, self._fault, self._handler, self._preset = clock, fault, handler, preset
+        self._in_backward = in_backward
+        self._modules: dict[str, tuple[int, nn.Module]] = {}
+        self._children: dict[str, list[str]] = {}
+        for index, chunk in enumerate(chunks):
+            entries = list(names.modules(chunk))
+            by_id = {id(entry.module): entry.name for entry in entries}
+            for entry in entries:
+                self._modules[entry.name] = (index, entry.module)
+                if entry.parent is not None and (holder := by_id.get(id(entry.parent))) is not None:
+                    self._children.setdefault(holder, []).append(entry.name)
+        self._mode = _Mode(self)
+        self._regions = CompiledRegions(self._mode, fault)
+        self._handles: list[Any] = []
+        self._stack: list[_Frame] = []
+        self._passes: dict[tuple[str, str, Moment], dict[str, int]] = {}
+        self._apply: Any = None
+        self._everywhere = False
+        self._round = 0
+        self.active = False
+
+    @property
+    def module_names(self) -> list[str]:
+        """Canonical names of all modules, in the order of definition."""
+        return list(self._modules)
+
+    def install(self, chosen: Collection[str] | None = None) -> None:
+        """Begin: with the calls of the chosen modules, or with all, those outside of modules included."""
+        self.remove()
+        self.active = True
+        self._round += 1
+        self._stack.clear()
+        self._passes.clear()
+        self._everywhere = chosen is None or OUTSIDE in chosen
+        if self._everywhere:
+            watched = set(self._modules)
+        else:
+            watched = {name for name in chosen or () if name in self._modules}
+            watched.update(child for name in list(watched) for child in self._children.get(name, ()))
+        for name in watched:
+            chunk, module = self._modules[name]
+            self._handles.append(module.register_forward_pre_hook(self._enter(name, chunk)))
+            self._handles.append(module.register_forward_hook(self._leave))
+        self._regions.install()
+        if self._everywhere:
+            mode_stack.push(self._mode)
+        if self._in_backward:
+            self._apply = _FUNCTION.__dict__["apply"]
+            _FUNCTION.apply = classmethod(self._noting(self._apply.__func__))
+
+    def remove(self) -> None:
+        """See no more calls. Safe to call twice."""
+        if not self.active:
+            return
+        self.active = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._regions.remove()
+        mode_stack.take_out(self._mode)
+        if self._apply is not None:
+            _FUNCTION.apply, self._apply = self._apply, None
+
+    def restart(self) -> None:
+        """A new forward begins: whatever an exception left unfinished is forgotten."""
+        if self._stack:
+            self._stack.clear()
+            on = mode_stack.take_out(self._mode)
+            if on and self._everywhere:
+                mode_stack.push(self._mode)
+
+    def _enter(self, name: str, chunk: int) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            if not self.active:
+                return
+            try:
+                phase, moment = self._clock.calling()
+                wanted = self._handler.wants(name, phase, moment)
+                self._push(self._pass(name, chunk, phase, moment) if wanted else None)
+            except Exception as error:
+                self._fault(error, f"call of {name}")
+
+        return hook
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.active:
+            return
+        try:
+            self._pop()
+        except Exception as error:
+            self._fault(error, "return of a module")
+
+    def _push(self, running: Pass | None) -> None:
+        on = mode_stack.holds(self._mode)
+        if running is not None and not on:
+            mode_stack.push(self._mode)
+        elif running is None and on:
+            mode_stack.take_out(self._mode)
+        self._stack.append(_Frame(running, (running is not None) != on))
+
+    def _pop(self) -> None:
+        if not self._stack:
+            return
+        running, switched = self._stack.pop()
+        if switched and running is not None:
+            mode_stack.take_out(self._mode)
+        elif switched:
+            mode_stack.push(self._mode)
+
+    def _pass(self, name: str, chunk: int, phase: str, moment: Moment) -> Pass:
+        return Pass(name, chunk, phase, moment, self._passes.setdefault((name, phase, moment), {}))
+
+    def running(self) -> Pass | None:
+        """The pass in which a call is made now; None if it is not to be handed over."""
+        if self._stack:
+            return self._stack[-1].running
+        phase, moment = self._clock.calling()
+        if phase != "forward" or not self._handler.wants(OUTSIDE, phase, moment):
+            return None
+        return self._pass(OUTSIDE, moment.chunk, phase, moment)
+
+    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`Function.apply` that sees to it that the mode is on in the backward of chosen modules' functions."""
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(cls, *args, **kwargs)
+            running = self._stack[-1].running if self._stack else None
+            if running is None or not self.active or "Checkpoint" in cls.__name__:
+                return result
+            try:
+                with torch._C.DisableTorchFunction():
+                    first = result[0] if isinstance(result, tuple) and result else result
+                    node = first.grad_fn if isinstance(first, torch.Tensor) else None
+                    if node is not None and "Backward" in type(node).__name__:
+                        self._follow(node, running)
+            except Exception as error:
+                self._fault(error, f"result of {cls.__name__}")
+            return result
+
+        return apply
+
+    def _follow(self, node: Any, running: Pass) -> None:
+        this_round = self._round
+
+        def before(grad_outputs: Any) -> None:
+            if self.active and self._round == this_round:
+                self._clock.backward_moment = running.moment
+                self._push(self._pass(running.module, running.chunk, "backward", running.moment))
+
+        def after(grad_inputs: Any, grad_outputs: Any) -> None:
+            if self.active and self._round == this_round:
+                self._pop()
+
+        node.register_prehook(before)
+        node.register_hook(after)
+
+
+class _Mode(TorchFunctionMode):
+    """Hands calls to the site. While it handles one it is off, so that what a call does inside is not seen."""
+
+    def __init__(self, site: CallSite) -> None:
+        super().__init__()
+        self._site = site
+        self._names: dict[Any, str | None] = {}
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        try:
+            name = self._names[function]
+        except KeyError:
+            name = self._names[function] = name_of(function, self._site._preset)
+        running = self._site.running() if name is not None else None
+        if name is None or running is None:
+            return function(*args, **kwargs) if kwargs else function(*args)
+        number = running.counts.get(name, 0)
+        running.counts[name] = number + 1
+        return self._site._handler.call(name, number, running, function, args, kwargs or {})

@@ -1,0 +1,212 @@
+"""Site: gradients of weights, before and after they are reduced, and of single microbatches.
+
+Megatron keeps them in contiguous buckets, which are read as they lie: one pass a bucket, one segment a parameter.
+Everywhere else they are the gradients of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from msprobe_megatron.patching import PatchSet, declared
+from msprobe_megatron.probes.monitor import Reading
+from msprobe_megatron.sites.arguments import own_work
+from msprobe_megatron.topology import names
+from msprobe_megatron.topology.coordinates import Coordinates
+from msprobe_megatron.topology.dtensors import local_part
+from msprobe_megatron.topology.grad_buffers import BucketSegments, Segment, buckets
+from msprobe_megatron.topology.parameters import parameter_spec
+from msprobe_megatron.topology.places import Place
+from msprobe_megatron.topology.shards import ShardSpec
+
+Fault = Callable[[BaseException, str], None]
+Part = tuple[int, int] | None
+
+
+class Sink(Protocol):
+    """Who is told of gradients."""
+
+    def wants_parameter(self, name: str) -> bool:
+        """Whether a parameter of this name is watched."""
+
+    def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
+        """Take note of a tensor, now."""
+
+    def read(self, reading: Reading, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Take note of many tensors, now."""
+
+
+class WatchedParameters:
+    """The parameters of all chunks that the sink wants, and the places of what belongs to them.
+
+    Example::
+
+        watched = WatchedParameters(chunks, probe, coordinates)
+        watched.place(parameter, "grad_reduced", "weight")
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], sink: Sink, where: Coordinates) -> None:
+        self._where = where
+        self.entries = [
+            (index, chunk, entry)
+            for index, chunk in enumerate(chunks)
+            for entry in names.parameters(chunk)
+            if sink.wants_parameter(entry.name)
+        ]
+        self._by_id = {id(entry.parameter): (index, entry) for index, _, entry in self.entries}
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self._by_id
+
+    def place(self, parameter: nn.Parameter, kind: str, io: str, path: str = "", part: Part = None) -> Place:
+        """The place of a tensor that is laid out like the parameter, or like ``part`` of it when flattened."""
+        chunk, entry = self._by_id[id(parameter)]
+        spec = parameter_spec(entry)
+        if part is not None and spec.unknown is None:
+            spec = replace(spec, flat=part)
+        shape = tuple(local_part(parameter).shape)
+
+        def spec_of(shape: tuple[int, ...]) -> ShardSpec:
+            return spec
+
+        op = type(entry.owner.module).__name__
+        return Place(kind, entry.name, io, path, op, chunk, -1, spec_of, self._where.size, local_shape=shape)
+
+
+class GradientSite:
+    """Gradients of the watched parameters.
+
+    Example::
+
+        site = GradientSite(chunks, watched, probe, fault)
+        site.install()              # each bucket before it is reduced
+        site.reduced()              # on entry to optimizer.step()
+        site.remove()
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        watched: WatchedParameters,
+        sink: Sink,
+        fault: Fault,
+        *,
+        microbatches: bool = False,
+    ) -> None:
+        self._sink, self._fault, self._watched = sink, fault, watched
+        self._active = False
+        self._unreduced: dict[int, tuple[Any, Reading, list[torch.Tensor]]] = {}
+        self._reduced: list[tuple[Reading, list[torch.Tensor]]] = []
+        in_buckets: set[int] = set()
+        for chunk in chunks:
+            for found in buckets(chunk):
+                some = [segment for segment in found.segments if segment.parameter in watched]
+                in_buckets.update(id(segment.parameter) for segment in found.segments)
+                if some:
+                    self._add_bucket(found, some)
+        self._others = [entry.parameter for _, _, entry in watched.entries if id(entry.parameter) not in in_buckets]
+        self._other_places = [watched.place(p, "grad_reduced", "weight") for p in self._others]
+        self._other_reading = Reading(self._other_places, "optimizer")
+        self._patches = PatchSet(declared("gradients") if self._unreduced else [], self)
+        self._microbatches = microbatches
+        self._counts: dict[int, int] = {}
+        self._handles: list[Any] = []
+
+    def _add_bucket(self, found: BucketSegments, segments: list[Segment]) -> None:
+        data, watched = found.bucket.grad_data, self._watched
+        if found.shared:
+            # With nobody to reduce with, there is no gradient before the reduction.
+            places = [watched.place(s.parameter, "grad_unreduced", "weight") for s in segments]
+            views = [data[s.start : s.stop].view(local_part(s.parameter).shape) for s in segments]
+            self._unreduced[id(found.bucket)] = (found.bucket, Reading(places, "backward"), views)
+        places, views = [], []
+        for s in segments:
+            if s.part is None:
+                views.append(data[s.start : s.stop].view(local_part(s.parameter).shape))
+            elif s.part[0] < s.part[1]:
+                views.append(data[s.start + s.part[0] : s.start + s.part[1]])
+            else:
+                continue  # all of it is another rank's
+            places.append(watched.place(s.parameter, "grad_reduced", "weight", part=s.part))
+        if places:
+            self._reduced.append((Reading(places, "optimizer"), views))
+
+    def install(self) -> None:
+        """Begin to see buckets and microbatches; hooks that are still there are used again."""
+        self._active = True
+        self._counts.clear()
+        self._patches.apply()
+        if self._microbatches and not self._handles:
+            for _, _, entry in self._watched.entries:
+                if entry.parameter.requires_grad:
+                    place = self._watched.place(entry.parameter, "grad_unreduced", "weight", "microbatch")
+                    hook = self._microbatch(place)
+                    self._handles.append(entry.parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def pause(self) -> None:
+        """See nothing; leave in place what the next step needs again."""
+        self._active = False
+
+    def resume(self) -> None:
+        """See again."""
+        self._active = True
+
+    def remove(self) -> None:
+        """Take everything away. Safe to call twice."""
+        self._active = False
+        self._patches.revert()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def ledger(self) -> list[dict[str, Any]]:
+        """What became of the patches."""
+        return self._patches.ledger()
+
+    def before_reduction(self, some: Iterable[Any]) -> None:
+        """These buckets are about to be reduced."""
+        if not self._active:
+            return
+        try:
+            with own_work():
+                for bucket in some:
+                    found = self._unreduced.get(id(bucket))
+                    if found is not None:
+                        self._sink.read(found[1], found[2])
+        except Exception as error:
+            self._fault(error, "gradients before reduction")
+
+    def reduced(self) -> None:
+        """The optimizer is about to step: read what it is given."""
+        for reading, views in self._reduced:
+            self._sink.read(reading, views)
+        tensors = [local_part(p.grad) if p.grad is not None else None for p in self._others]
+        here = [position for position, tensor in enumerate(tensors) if tensor is not None]
+        if not here:
+            return
+        if len(here) != len(self._other_reading.places):
+            self._other_reading = Reading([self._other_places[position] for position in here], "optimizer")
+        self._sink.read(self._other_reading, [tensor for tensor in tensors if tensor is not None])
+
+    def _microbatch(self, place: Place) -> Callable[[torch.Tensor], None]:
+        def hook(gradient: torch.Tensor) -> None:
+            if not self._active:
+                return
+            try:
+                # Every schedule runs the backwards of a chunk in the order of its microbatches.
+                number = self._counts.get(id(place), 0)
+                self._counts[id(place)] = number + 1
+                with own_work():
+                    self._sink.see(place, local_part(gradient), number, "backward")
+            except Exception as error:
+                self._fault(error, f"gradient of {place.name}")
+
+        return hook

@@ -1,0 +1,182 @@
+"""Every rule: fires on its fault, names it, is silent on health, and keeps what it remembers within bounds."""
+
+import numpy as np
+import pytest
+
+from msprobe_megatron.config import Alert
+from msprobe_megatron.probes.alerts.history import History
+from msprobe_megatron.probes.alerts.rules import make_rule
+from msprobe_megatron.probes.alerts.seen import Columns, SeriesNumbers
+from tests.alerts.steps import Told, row, step
+
+RANDOM = np.random.default_rng(3)
+
+
+def noisy(scale=1.0):
+    return scale * (1 + 0.05 * RANDOM.standard_normal(8))
+
+
+def test_columns_against_numpy():
+    values = np.array([3.0, -4.0, 0.0, np.nan, np.inf, -np.inf, 0.0, 2.0])
+    columns = Columns(step(7, (row("decoder.layers.3.mlp", microbatch=2), values), (row("a", slot=-1), [])))
+    finite = values[np.isfinite(values)]
+    expected = {"norm": np.linalg.norm(finite), "mean": finite.mean(), "std": finite.std(), "zeros": 2 / 8}
+    expected |= {"min": -4.0, "max": 3.0, "absmax": 4.0, "n_nan": 1, "n_inf": 2, "numel": 8, "n_zero": 2}
+    expected |= {"step": 7, "microbatch": 2, "layer": 3, "seq": 0}
+    for name, value in expected.items():
+        assert columns[name][0] == pytest.approx(value), name
+    assert np.isnan(columns["layer"][1])
+
+
+def test_history_is_median_and_deviation_of_the_last_values():
+    history, kept = History(5), {0: [], 1: []}
+    for _ in range(9):
+        series = RANDOM.integers(0, 2, 4)
+        values = RANDOM.standard_normal(4)
+        values[RANDOM.random(4) < 0.2] = np.nan
+        history.add(series, values)
+        for number, value in zip(series, values, strict=True):
+            if np.isfinite(value):
+                kept[int(number)] = [*kept[int(number)], value][-5:]
+        usual = history.usual(np.array([0, 1, -1, 7]))
+        for number in (0, 1):
+            if kept[number]:
+                median = np.median(kept[number])
+                assert usual.median[number] == pytest.approx(median)
+                deviation = 1.4826 * np.median(np.abs(np.array(kept[number]) - median))
+                assert usual.deviation[number] == pytest.approx(deviation, abs=1e-12)
+            assert usual.values[number] == len(kept[number])
+        assert usual.values[2] == usual.values[3] == 0
+
+
+def test_nonfinite_names_the_first_and_counts_the_rest():
+    told = Told(Alert("nonfinite"))
+    assert told(0, (row("a"), [1.0, 2.0]), (row("b"), [0.0])) == []
+    [event] = told(1, (row("a"), [1.0, 2.0]), (row("b", microbatch=3), [np.nan, np.inf]), (row("c"), [np.nan]))
+    assert (event["rule"], event["name"], event["microbatch"], event["step"]) == ("nonfinite", "b", 3, 1)
+    assert (event["value"], event["others"]) == (2, 1)
+    assert "1 NaN, 1 +Inf of 2 elements" in event["text"]
+
+
+@pytest.mark.parametrize("factor", [4.0, 0.2])
+def test_spike_is_two_sided_and_not_blinded_by_a_nan(factor):
+    told = Told(Alert("spike", 0.5, cooldown=0))
+    for number in range(12):
+        bad = [np.nan] if number in (3, 9) else []
+        assert told(number, (row("a"), np.append(noisy(), bad)), (row("b"), noisy(100.0))) == []
+    [event] = told(12, (row("a", microbatch=1), noisy(factor)), (row("b"), noisy(100.0)))
+    assert (event["name"], event["microbatch"], event["step"]) == ("a", 1, 12)
+    assert event["value"] == pytest.approx(factor * np.sqrt(8), rel=0.2)
+    # One spike does not raise the bar for the next.
+    assert told(13, (row("a"), noisy(factor)))[0]["name"] == "a"
+
+
+def test_spike_waits_for_enough_values_and_follows_a_new_level():
+    told = Told(Alert("spike", 0.5, window=8, cooldown=0))
+    assert not any(told(number, (row("a"), noisy(10.0**number))) for number in range(8))
+    told = Told(Alert("spike", 0.5, window=8, cooldown=0))
+    levels = [1.0] * 10 + [9.0] * 12
+    fired = [number for number, level in enumerate(levels) if told(number, (row("a"), noisy(level)))]
+    assert fired and fired[0] == 10 and fired[-1] < 16
+
+
+def test_spike_needs_more_than_the_usual_noise():
+    told, wild = Told(Alert("spike", 0.5)), np.random.default_rng(0)
+    for number in range(60):
+        assert told(number, (row("a"), np.exp(wild.standard_normal()) * np.ones(4))) == []
+
+
+def test_spike_leaves_settings_and_token_ids_alone():
+    told = Told(Alert("spike", 0.5))
+    for number in range(12):
+        size = 1.0 if number < 11 else 100.0
+        rows = [(row("lr", kind="loss"), [size]), (row("tokens", kind="data"), [size])]
+        assert told(number, *rows) == []
+
+
+def test_names_and_kinds_choose_rows():
+    told = Told(Alert("limit", 10.0, names=("/^b/",), kinds=("gradient",)))
+    rows = [(row("a", kind="gradient"), [99.0]), (row("b.x"), [99.0]), (row("b.y", kind="gradient"), [-99.0])]
+    [event] = told(0, *rows)
+    assert (event["name"], event["others"]) == ("b.y", 0)
+    assert "99 is above 10" in event["text"]
+
+
+@pytest.mark.parametrize("value", [np.zeros(8), np.full(8, 1e-6)])
+def test_vanish(value):
+    told = Told(Alert("vanish"))
+    for number in range(9):
+        assert told(number, (row("a", kind="gradient"), noisy()), (row("zero", kind="gradient"), np.zeros(8))) == []
+    [event] = told(9, (row("a", kind="gradient"), value), (row("zero", kind="gradient"), np.zeros(8)))
+    assert event["name"] == "a"
+
+
+def test_vanish_sees_zeros_with_one_number_left():
+    told, mostly = Told(Alert("vanish")), np.zeros(1000)
+    mostly[0] = 30.0
+    for number in range(9):
+        assert told(number, (row("a"), np.ones(1000))) == []
+    [event] = told(9, (row("a"), mostly))
+    assert "99.9% of the elements are zero, usually 0.0%" in event["text"]
+
+
+def test_dead_expert_by_reduced_gradients_or_activations():
+    prefix = "decoder.layers.1.mlp.experts.local_experts"
+    alive = [(row(f"{prefix}.0.linear_fc1.weight", kind="grad_reduced"), [0.0, 1.0])]
+    # No token on this rank, but on another that holds the same expert.
+    alive += [(row(f"{prefix}.0.linear_fc1"), []), (row(f"{prefix}.2.linear_fc2", microbatch=1), [0.5])]
+    told = Told(Alert("dead_expert"))
+    assert told(0, *alive, (row(f"{prefix}.2.linear_fc2"), [])) == []
+    [event] = told(1, *alive, (row(f"{prefix}.3.linear_fc1.weight", kind="grad_reduced"), [0.0, 0.0]))
+    assert f"no token reached {prefix}.3 " in event["text"]
+    [event] = told(2, *alive, (row(f"{prefix}.12.linear_fc1"), []), (row(f"{prefix}.12.linear_fc2"), [0.0]))
+    assert f"{prefix}.12 " in event["text"]
+
+
+def test_custom():
+    told = Told(Alert("custom", expression="norm > 3 * absmax and layer >= 2 and io == 'output'"))
+    rows = [(row(f"decoder.layers.{layer}"), np.ones(16)) for layer in range(4)]
+    [event] = told(0, *rows, (row("decoder.layers.9"), [5.0]))
+    assert (event["name"], event["others"], event["value"]) == ("decoder.layers.2", 1, 4.0)
+    assert "norm 4, absmax 1, layer 2" in event["text"]
+
+
+def test_cooldown_is_of_the_series_and_of_the_rule():
+    told = Told(Alert("limit", 1.0, cooldown=3), Alert("limit", 5.0, cooldown=0))
+    fired = []
+    for number in range(6):
+        events = told(number, (row("a"), [9.0]), (row("b"), [2.0 * (number == 2)]))
+        fired.append([(event["name"], event["value"]) for event in events])
+    a, b = ("a", 9.0), ("b", 2.0)
+    assert fired == [[a, a], [a], [b, a], [a], [a, a], [a]]
+
+
+def test_data_of_the_microbatch_is_named():
+    told = Told(Alert("limit", 1.0))
+    tokens = [(row("tokens", kind="data", microbatch=m, io="input", digest=255 + m), [1.0]) for m in range(2)]
+    [event] = told(0, *tokens, (row("lm loss", kind="loss", microbatch=1), [50.0]))
+    assert event["data"] == {"tokens": "0000000000000100"}
+
+
+@pytest.mark.parametrize("rule", ["nonfinite", "spike", "limit", "vanish", "dead_expert", "custom"])
+def test_a_fault_in_a_rule_switches_off_that_rule_alone(rule, monkeypatch):
+    alert = Alert(rule, 1.0 if rule == "limit" else None, expression="norm > 1" if rule == "custom" else "")
+    told = Told(alert, Alert("limit", 5.0, cooldown=0))
+    watched = told.alerts._rules[0].rule
+    monkeypatch.setattr(watched, "judge", lambda step: 1 / 0)
+    assert [event["rule"] for event in told(0, (row("a"), [9.0]))] == ["limit"]
+    assert [event["rule"] for event in told(1, (row("a"), [9.0]))] == ["limit"]
+    assert told.faults == [f"alert {rule} is off after a fault: ZeroDivisionError: division by zero"]
+
+
+def test_what_is_remembered_is_bounded():
+    numbers = SeriesNumbers(most=3)
+    rows = [row(f"x{i}") for i in range(5)]
+    assert numbers.of(rows).tolist() == [0, 1, 2, -1, -1]
+    histories = {}
+    spike, vanish = make_rule(Alert("spike"), histories), make_rule(Alert("vanish"), histories)
+    assert list(histories) == [32] and spike._history is vanish._history
+    told = Told(Alert("spike"), Alert("vanish"))
+    for number in range(100):
+        told(number, (row("a"), noisy()), (row("b"), noisy()))
+    assert told.alerts._histories[32]._values.shape[0] <= 4

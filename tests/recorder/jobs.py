@@ -1,0 +1,72 @@
+"""Jobs with a flight recorder, and a NaN, an exception or a signal at a chosen step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.compare.faults import around, named
+from tests.distributed.layouts import LAYOUTS, flags_of
+from tests.forked import run_forked
+
+RECORDER = "recorder: {keep_steps: 4}\n"
+
+
+def train(argv: list[str], fault: str, at: int) -> list[float]:
+    """Train in this rank; at step `at` (from 0) the fault happens."""
+    import faulthandler
+
+    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.topology import coordinates
+
+    steps: list[int] = [0]
+    last = coordinates.environment_rank() == int(os.environ["WORLD_SIZE"]) - 1
+
+    def ready(chunks: Any, optimizer: Any) -> None:
+        module = named(chunks, "decoder.layers.2.mlp")
+
+        def forward(original: Any, *args: Any, **kwargs: Any) -> Any:
+            output, bias = original(*args, **kwargs)
+            if steps[0] == at and last and fault == "nan":
+                output = output.clone()
+                output.view(-1)[0] = float("nan")
+            if steps[0] == at and fault == "exception":
+                raise ArithmeticError("the training script fails")
+            return output, bias
+
+        if module is not None:
+            around(module, forward)
+
+    def after(step: Any) -> None:
+        steps[0] = step.iteration
+        if step.iteration == at and fault == "signal":
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    if fault == "signal":
+        faulthandler.unregister(signal.SIGUSR1)
+    callbacks = Callbacks(ready=ready, step=after)
+    try:
+        return run(argv, callbacks).losses
+    except ArithmeticError:
+        return []
+
+
+def job(root: Path, layout: str, fault: str = "none", at: int = 7, probe: str = RECORDER, steps: int = 10) -> Path:
+    """The run directory of a job."""
+    out = root / f"{layout}_{fault}"
+    config = root / f"{layout}_{fault}.yaml"
+    config.write_text(probe)
+    flags = flags_of("single", dropout=False) + LAYOUTS[layout].flags.split()
+    flags += ["--train-iters", str(steps), "--no-check-for-nan-in-loss-and-grad"]
+    flags += ["--msprobe-config", str(config), "--msprobe-output", str(out)]
+    run_forked(LAYOUTS[layout].world, train, flags, fault, at)
+    return out
+
+
+def losses_without(layout: str, steps: int) -> list[list[float]]:
+    """What the job gives without the kit."""
+    flags = flags_of("single", dropout=False) + LAYOUTS[layout].flags.split() + ["--train-iters", str(steps)]
+    return run_forked(LAYOUTS[layout].world, train, flags, "none", 0)

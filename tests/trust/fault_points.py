@@ -1,0 +1,104 @@
+"""Where an exception is thrown inside the kit: one line a place, and a job in which that place is reached.
+
+A new site, probe or rule gets a line here; `test_job_survives_faults.py` does the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+TP2 = "--tensor-model-parallel-size 2"
+
+
+@dataclass(frozen=True)
+class FaultPoint:
+    """`target` is "module:function" or "module:Class.method" below the package.
+
+    The exception is thrown from the call number `after` on whose arguments hold `given` (any call if it is None), on
+    rank `rank` (every rank if it is None).
+    """
+
+    target: str
+    probe: str = "dump: {level: L0}"
+    flags: str = ""
+    world: int = 1
+    after: int = 0
+    given: str | None = None
+    rank: int | None = None
+
+
+_L1, _MIX = "dump: {level: L1}", "dump: {level: mix}"
+
+FAULT_POINTS = {
+    # Sites.
+    "module hook": FaultPoint("sites.modules:ModuleSite._see", after=30),
+    "module places": FaultPoint("sites.modules:ModuleSite._make_places", after=30),
+    "module gradient": FaultPoint("probes.dump:DumpProbe.see", given="backward", after=7),
+    "module install": FaultPoint("sites.modules:ModuleSite.install", after=1),
+    "call stack": FaultPoint("sites.modules:call_stack"),
+    "API input": FaultPoint("sites.api:ApiSite._before", _L1, after=30),
+    "API output": FaultPoint("sites.api:ApiSite._after", _MIX, after=30),
+    "API gradient": FaultPoint("probes.dump:DumpProbe.see", _L1, given="backward", after=7),
+    "API gradient hooks": FaultPoint("sites.api:ApiSite._watch_gradients", _MIX, after=30),
+    "API name": FaultPoint("sites.api:name_of", _L1, after=3),
+    "API install": FaultPoint("sites.api:ApiSite.install", _L1, after=1),
+    "frames": FaultPoint("sites.frames:ModuleFrames._pass", _L1, after=9),
+    "frames in a recomputation": FaultPoint("sites.frames:ModuleFrames._pass", _MIX, RECOMPUTE, given="recompute"),
+    "API call in a recomputation": FaultPoint("probes.dump:DumpProbe.see", _L1, RECOMPUTE, given="recompute"),
+    "optimizer": FaultPoint("sites.optimizer:OptimizerSite.collect", after=1),
+    "optimizer's gradients": FaultPoint("sites.optimizer:reduced_range", after=5),
+    "loss": FaultPoint("sites.losses:LossSite.report", after=2),
+    # What the patches tell the session.
+    "which model": FaultPoint("dispatch:Dispatcher._find", after=1),
+    "which microbatch": FaultPoint("session:Session._index_of", after=5),
+    "which step": FaultPoint("step_numbers:StepNumbers.coming", after=2),
+    "which phase": FaultPoint("clock:Clock.calling", after=40),
+    "binding the patches of a step": FaultPoint("patching:PatchSet.apply", after=3),
+    "taking the patches of a step away": FaultPoint("patching:PatchSet.revert", after=1),
+    "recomputation": FaultPoint("parts:Parts.memory_changed", _MIX, RECOMPUTE, after=1),
+    "collective": FaultPoint("parts:Parts.memory_changed", _MIX, TP2, world=2, after=9, rank=1),
+    # Probe, measure, record.
+    "measure": FaultPoint("measure.measurer:Measurer.__call__", after=50),
+    "slot": FaultPoint("record.slots:SlotTable.take", after=50),
+    "end of a step": FaultPoint("probes.dump:DumpProbe.finish", after=1),
+    "structure": FaultPoint("sites.modules:ModuleSite.structure", after=1),
+    "writer: rows": FaultPoint("record.batches:build_table", _MIX),
+    "writer: sites": FaultPoint("record.batches:SitesFile.write"),
+    "writer: file": FaultPoint("record.directory:RunDirectory.write_table"),
+    "writer of one rank": FaultPoint("record.batches:build_table", _L1, TP2, world=2, rank=1),
+    # Beginning and end of a run.
+    "attach": FaultPoint("session:make_parts"),
+    "facts": FaultPoint("facts:run_facts"),
+    "close": FaultPoint("record.writer:Writer.close"),
+    "ledger": FaultPoint("session:Session.not_happened"),
+}
+
+
+def break_at(point: FaultPoint) -> None:
+    """Make this process throw at `point`."""
+    if point.rank is not None and os.environ.get("RANK", "0") != str(point.rank):
+        return
+    module, _, path = point.target.partition(":")
+    owner: Any = importlib.import_module(f"msprobe_megatron.{module}")
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    setattr(owner, name, _broken(vars(owner)[name], point))
+
+
+def _broken(original: Callable[..., Any], point: FaultPoint) -> Callable[..., Any]:
+    count = itertools.count()
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        meant = point.given is None or any(isinstance(value, str) and value == point.given for value in args)
+        if meant and next(count) >= point.after:
+            raise KeyError("injected")
+        return original(*args, **kwargs)
+
+    return broken
