@@ -13,6 +13,7 @@ COMMANDS = (
     "report",
     "export",
     "diagnose",
+    "scaling",
     "env-diff",
     "import",
     "bench",

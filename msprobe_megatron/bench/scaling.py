@@ -1,0 +1,92 @@
+"""Scaling on this machine: seed 004's table for 1, 2, 4 … data-parallel processes of the demo job.
+
+Each is a job under the monitor; the table is made of their throughput rows, as `msprobe-megatron scaling` makes it of
+any finished runs. Under torchrun on several nodes, run the job yourself with `monitor:` and give its runs to `scaling`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from msprobe_megatron.bench.options import Options
+
+ABOUT = (
+    "Local batch fixed, data parallel; median of the seconds between steps of the slowest rank. Processes that share"
+    " the cores of one machine cannot be faster than the cores: efficiency beyond their number says nothing."
+)
+_FLAGS = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --micro-batch-size 1 --swiglu"
+    " --normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0"
+)
+_STEPS = 24
+_PATIENCE_SECONDS = 900
+
+
+def bench(options: Options) -> list[dict[str, Any]]:
+    """A line for each number of processes.
+
+    Example::
+
+        bench(Options(Path("bench_out"), ranks=2))
+    """
+    from msprobe_megatron.analyse.load import open_run
+    from msprobe_megatron.analyse.throughput import scaling
+
+    most = options.ranks or 4
+    counts = [count for count in (1, 2, 4, 8, 16, 32) if count <= most]
+    folders = []
+    for count in counts:
+        options.progress(f"scaling: {count} processes")
+        folders.append(run_job(options.out / f"scaling_{count}", count, options.turns or _STEPS))
+    lines = scaling([open_run(folder) for folder in folders])
+    return [
+        {
+            "name": f"processes:{line.cards}",
+            "GiB_a_card": line.memory_bytes / (1 << 30),
+            "local_batch": line.local_batch,
+            "global_batch": line.global_batch,
+            "iter/s": line.iterations_per_second,
+            "samples/s": line.samples_per_second,
+            "speedup": line.speedup,
+            "efficiency": line.efficiency,
+            "loss": line.last_loss,
+        }
+        for line in lines
+    ]
+
+
+def run_job(folder: Path, processes: int, steps: int) -> Path:
+    """Train the demo job over `processes` data-parallel processes under the monitor; returns the run directory.
+
+    Example: ``run_job(Path("bench_out/scaling_2"), 2, steps=24)``.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    probe = folder.with_suffix(".yaml")
+    probe.write_text(
+        "monitor: {activations: false, gradients: false, optimizer: false, data: true}\n", encoding="utf-8"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = f"{_FLAGS} --global-batch-size {2 * processes} --train-iters {steps} --log-interval 1000000"
+    command = [sys.executable, "-m", "msprobe_megatron.demo.pretrain_gpt", *flags.split()]
+    command += ["--msprobe-config", str(probe), "--msprobe-output", str(folder)]
+    jobs = []
+    for rank in range(processes):
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        env.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
+        jobs.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+    try:
+        ends = [job.communicate(timeout=_PATIENCE_SECONDS)[1] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    for job, text in zip(jobs, ends, strict=True):
+        if job.returncode:
+            raise RuntimeError(f"bench scaling: a process ended with {job.returncode}: {text[-2000:]}")
+    return folder
