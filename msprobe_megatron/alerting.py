@@ -24,8 +24,6 @@ MOST_COMMANDS = 4
 """Commands of alerts that may run at once; what comes beyond is not run, and said so."""
 Keep = Callable[[str, int], None]
 """`keep(reason, step)`: has the flight recorder written out."""
-Record = Callable[[int, str], str | None]
-"""`record(steps, level)`: asks for the next steps; returns why not, or None."""
 
 
 class Alerting(Part):
@@ -39,8 +37,8 @@ class Alerting(Part):
 
     name = "alerts"
 
-    def __init__(self, job: Job, alerts: Sequence[Alert], keep: Keep | None, record: Record | None = None) -> None:
-        self._job, self._keep, self._record = job, keep, record
+    def __init__(self, job: Job, alerts: Sequence[Alert], keep: Keep | None) -> None:
+        self._job, self._keep = job, keep
         self._on_alert = job.config.recorder is not None and "alert" in job.config.recorder.on
         self._lock = threading.Lock()
         self._running: list[subprocess.Popen[bytes]] = []
@@ -78,9 +76,7 @@ class Alerting(Part):
         if self._keep is not None and (self._on_alert or action.recorder):
             self._keep(f"alert {alert.rule}", int(event["step"]))
         if action.record:
-            why_not = self._record(action.record, action.level) if self._record else "there is no hot switch"
-            if why_not is not None:
-                self._failed(f"alert {alert.rule}: cannot record the next {action.record} steps: {why_not}")
+            self._job.request(next=action.record, level=action.level)
         if action.command:
             self._run(alert, action.command, event)
 

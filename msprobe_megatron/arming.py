@@ -51,11 +51,8 @@ class Armed:
             self.session = attach(model, optimizer, self.config)
         except CANNOT as error:
             # An elastic job that lost a node must not die because its first attempt left a record.
-            if (
-                not isinstance(error, RunTaken)
-                or self.config.strict
-                or environment_number("TORCHELASTIC_RESTART_COUNT") == 0
-            ):
+            restarted = environment_number("TORCHELASTIC_RESTART_COUNT") > 0
+            if not (restarted and isinstance(error, RunTaken)) or self.config.strict:
                 refuse(error)
             atexit.unregister(self._never_attached)
             if environment_rank() == 0:

@@ -1,12 +1,13 @@
 """The checks of one session: do ranks that should hold the same hold the same?
 
 The training thread takes 64-bit digests of weights, gradients and generators when the optimizer is about to step; a
-thread of its own brings them to the other ranks and compares (`exchanging`). The only part of the kit that communicates,
-and it does so by messages through the job's store: no collective is added, none can be waited for in vain.
+thread of its own brings them to the other ranks and compares (`exchanging`). It is the only part of the kit that
+communicates, and does so by messages through the job's store: no collective is added, none can be waited for in vain.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class Checking(Part):
                     entries.append(("grad_reduced", shared.name, self._slot("grad_reduced", gradient, known)))
         words = {"step": self._job.clock.step} if self._asked.optimizer else {}
         if self._asked.optimizer and group.label != "embedding":
-            words["learning rate"] = hash(tuple(_rates(self._job.optimizer))) & (1 << 64) - 1
+            words["learning rate"] = _word(_rates(self._job.optimizer))
         own = 0
         if self._asked.rng and group.ranks == tensor_parallel_ranks():
             found = generators(self._device.device)
@@ -114,11 +115,12 @@ class Checking(Part):
 
     def _slot(self, kind: str, tensor: torch.Tensor, known: dict[tuple[str, int], int]) -> int:
         """The slot with the digest of a tensor, which several groups may share; -1 when it cannot be read."""
-        key = (kind, id(tensor))
-        if kind == "parameter" and key in known:
+        tensor = local_part(tensor)
+        key = (kind, tensor.data_ptr())
+        if key in known and tensor.numel():
             return known[key]
         slot = self._slots.take()
-        if slot >= 0 and not self._measure(local_part(tensor), slot):
+        if slot >= 0 and not self._measure(tensor, slot):
             slot = -1
         known[key] = slot
         return slot
@@ -163,3 +165,7 @@ def _gradient(group: ReplicaGroup, shared: Shared) -> torch.Tensor | None:
 def _rates(optimizer: Any) -> list[float]:
     groups = [group for leaf in leaves(optimizer) for group in getattr(inner(leaf), "param_groups", ())]
     return sorted({float(group["lr"]) for group in groups if not isinstance(group.get("lr"), torch.Tensor)})
+
+
+def _word(numbers: list[float]) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little")

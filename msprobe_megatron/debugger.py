@@ -1,17 +1,19 @@
 """`PrecisionDebugger`: msprobe's own calls (start, stop, step, save), for scripts that are written for it.
 
-A thin driver of a `Session`: between `start` and `stop` the calls are recorded, `step` ends the step. Needs no Megatron;
-under Megatron the schedule still tells microbatches and stages. Also the oldest form, with `hook_name` and
+A thin driver of a `Session`: between `start` and `stop` the calls are recorded, `step` ends the step. Needs no
+Megatron; under Megatron the schedule still tells microbatches and stages. Also the oldest form, with `hook_name` and
 `configure_hook`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from torch import nn, optim
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from msprobe_megatron.config import ConfigError, ProbeConfig, from_document
 from msprobe_megatron.config.debugger_arguments import configured, oldest_form, with_arguments
@@ -22,6 +24,38 @@ from msprobe_megatron.session import Session
 from msprobe_megatron.topology import coordinates
 
 _NOT_NOW = -1
+
+
+class _HandDriven(Session):
+    """A session whose steps begin and end when told, and not with the first call of the model."""
+
+    going = False
+
+    def go(self, *, begin: bool) -> None:
+        """Record from here on; `begin` a step by hand if none is being recorded."""
+        self.going = True
+        if self._recording:
+            self._tell("resume")
+        elif begin:
+            self._open = False
+            self.schedule_begin("PrecisionDebugger", None)
+            self.in_schedule = False
+
+    def rest(self) -> None:
+        """Record no more of this step, unless told to go on."""
+        self.going = False
+        self._tell("pause")
+
+    def forward_begin(self, model: nn.Module) -> None:
+        """Each call of the model is a microbatch."""
+        if self.going and not self.in_schedule:
+            self.microbatch_begin(model, None, [])
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Calls without gradients count like others: inference can be recorded too."""
+        self.forward_begin(self._chunks[0])
+        yield
 
 
 class PrecisionDebugger:
@@ -70,7 +104,7 @@ class PrecisionDebugger:
         self._source = "PrecisionDebugger" if config_path is None else os.fspath(config_path)
         self._oldest = hook_name is not None
         self._config: ProbeConfig = from_document(self._document, self._source)
-        self._session: Session | None = None
+        self._session: _HandDriven | None = None
         self._first = self._steps = 0
         self._running = self._collected = False
         self._by_hand = True
@@ -106,15 +140,9 @@ class PrecisionDebugger:
         self = cls._made()
         if self._session is None:
             self._attach(model)
-        session = self._session
-        if session is None or self._running:
-            return
-        self._running = True
-        if session._open:
-            session._switch(on=True)
-        elif self._by_hand:
-            session.schedule_begin("PrecisionDebugger", None)
-            session.in_schedule = False
+        if self._session is not None and not self._running:
+            self._running = True
+            self._session.go(begin=self._by_hand)
 
     @classmethod
     def stop(cls) -> None:
@@ -122,7 +150,7 @@ class PrecisionDebugger:
         self = cls._made()
         if self._session is not None and self._running:
             self._running = False
-            self._session._switch(on=False)
+            self._session.rest()
 
     @classmethod
     def step(cls) -> None:
@@ -130,6 +158,7 @@ class PrecisionDebugger:
         self = cls._made()
         self._running = False
         if self._session is not None:
+            self._session.going = False
             if self._collected:
                 self._session.optimizer_end()
             else:
@@ -162,6 +191,7 @@ class PrecisionDebugger:
         self, cls._only = cls._only, None
         if self is not None and self._session is not None:
             self._session.close()
+        if self is not None and self._hook is not None:
             self._hook.remove()
 
     @classmethod
@@ -179,14 +209,14 @@ class PrecisionDebugger:
             )
         # With Megatron's schedules a step begins where they do, and microbatches are theirs.
         self._by_hand = not chunks or coordinates.parallel_state() is None
-        self._session = Session(chunks, None, self._config, step=self._coming)
-        self._hook = optim.optimizer.register_optimizer_step_pre_hook(self._before_optimizer)
+        self._session = _HandDriven(chunks, None, self._config, step=self._coming)
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
 
     def _coming(self) -> int:
         return self._first + self._steps if self._running else _NOT_NOW
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Weights and gradients as the first optimizer of the step is about to use them."""
-        if self._session is not None and self._running and not self._collected and self._session._open:
+        if self._session is not None and self._running and self._by_hand and not self._collected:
             self._collected = True
             self._session.optimizer_begin()

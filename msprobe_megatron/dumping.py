@@ -16,8 +16,12 @@ from msprobe_megatron.clock import Moment
 from msprobe_megatron.config import ConfigError, DumpConfig, StepSelection
 from msprobe_megatron.config.orders import Order
 from msprobe_megatron.facts import missing_steps
+from msprobe_megatron.functions_asked import declared_functions, missing
 from msprobe_megatron.parts import Job, Part
+from msprobe_megatron.patching import PatchSet
 from msprobe_megatron.probes.dump import DumpProbe
+from msprobe_megatron.probes.narrowing import Scoped, Sink, Sliced, open_at_start
+from msprobe_megatron.probes.window_names import check_window
 from msprobe_megatron.record.slots import SlotTable
 from msprobe_megatron.record.tensors import PACK_BYTES, TensorPacks
 from msprobe_megatron.sites.api import ApiSite
@@ -29,6 +33,7 @@ from msprobe_megatron.sites.modules import ModuleSite
 from msprobe_megatron.sites.optimizer import OptimizerSite
 from msprobe_megatron.sites.saved import SavedSite
 from msprobe_megatron.topology import names
+from msprobe_megatron.topology.coordinates import Coordinates
 
 
 class Dumping(Part):
@@ -62,18 +67,43 @@ class Dumping(Part):
         )
         packs = TensorPacks(device.to_host, job.submit, min(PACK_BYTES, config.limits.host_memory // 8))
         self._probe = DumpProbe(asked, clock, slots, where, packs)
-        self._modules = ModuleSite(chunks, self._probe, clock, where, fault, asked.stacks)
-        self._parameters = OptimizerSite(chunks, job.optimizer, self._probe, where)
+        self._scope: Scoped | None = None
+        sink = self._narrowed(chunks, where, config.source)
+        self._modules = ModuleSite(chunks, sink, clock, where, fault, asked.stacks)
+        self._parameters = OptimizerSite(chunks, job.optimizer, sink, where)
         self._losses = LossSite(self._probe)
         self._frames = ModuleFrames(chunks, clock, fault)
         self._apis = ApiSite(
-            self._frames, self._probe, clock, fault, asked.apis, asked.stacks, len(self._modules.watched)
+            self._frames, sink, clock, fault, asked.apis, asked.stacks, len(self._modules.watched)
         )
-        self._comm = CommSite(self._probe, clock, where, fault, self._frames, self._apis.new_site)
-        self._saved = SavedSite(self._probe, clock, fault)
+        self._functions = PatchSet(declared_functions(asked.functions), self._apis)
+        self._refuse_unfound(config.source)
+        self._comm = CommSite(sink, clock, where, fault, self._frames, self._apis.new_site)
+        self._saved = SavedSite(sink, clock, fault)
         # Names of API calls are not known before they are called.
         if where.pp_size == 1 and where.ep_size == 1 and asked.level == "L0":
             self._refuse_unmatched(config.source, chunks)
+
+    def _narrowed(self, chunks: Sequence[nn.Module], where: Coordinates, source: str) -> Sink:
+        """The probe, behind the window and the slices that were asked for."""
+        sink: Sink = self._probe
+        if self.asked.slice:
+            sink = Sliced(sink, self.asked.slice)
+        if self.asked.scope:
+            first, last = self.asked.scope
+            here = [entry.name for chunk in chunks for entry in names.modules(chunk)]
+            alone = where.pp_size == 1 and where.ep_size == 1
+            check_window(self.asked.level, first, last, here, source, alone=alone)
+            opened = open_at_start(first, here, where.pp == 0)
+            sink = self._scope = Scoped(sink, first, last, opened=opened, alone=alone)
+        return sink
+
+    def _refuse_unfound(self, source: str) -> None:
+        """A function that nobody has imported by now is most likely misspelt."""
+        for entry in self._functions.entries:
+            problem = missing(entry.patch)
+            if problem is not None:
+                raise ConfigError(f"{source}: dump.functions: {entry.patch.targets[0]!r}: {problem}")
 
     def _refuse_unmatched(self, source: str, chunks: Sequence[nn.Module]) -> None:
         """A pattern without a match is an error where it can be known: when no other stage can have the name."""
@@ -111,6 +141,7 @@ class Dumping(Part):
         if self.level in ("L1", "mix"):
             self._frames.install()
             self._apis.install()
+            self._functions.apply()
             self._comm.install()
         if self.level in ("L0", "mix"):
             self._modules.install()
@@ -118,6 +149,7 @@ class Dumping(Part):
     def calls_end(self) -> None:
         """The schedule has returned: what the optimizer calls is not of the model."""
         self._frames.remove()
+        self._functions.revert()
         self._apis.remove()
         self._comm.optimizing = True
 
@@ -182,7 +214,8 @@ class Dumping(Part):
             return ["level is debug and nothing was saved; call msprobe_megatron.save(variable, name)"]
         if not self._job.config.steps.spans and not self.steps:
             return []  # steps: none, and nobody asked for any while the job ran
-        return missing_steps(self._job.config.steps, self.steps, last_step, selects_nothing=nothing)
+        missed = self._scope.missed() if self._scope is not None and self.steps else []
+        return missed + missing_steps(self._job.config.steps, self.steps, last_step, selects_nothing=nothing)
 
     def ledger(self) -> dict[str, Any]:
         """What was bound, matched and fired."""

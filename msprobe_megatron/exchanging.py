@@ -30,7 +30,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 
 class Member(NamedTuple):
-    """This rank's share of the check of a group: (kind, name, slot) of digests, words it knows at once, its own state."""
+    """What this rank brings to a group: (kind, name, slot) of digests, words known at once, a state of its own."""
 
     label: str
     ranks: tuple[int, ...]

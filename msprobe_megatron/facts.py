@@ -36,7 +36,7 @@ def run_facts(
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": host.versions(),
         "world": where.world,
-        "sizes": {**where.sizes(), "vpp": len(chunks)},
+        "sizes": {**where.sizes(), "vpp": max(1, len(chunks))},
         "sequence_parallel": bool(chunks) and ChunkLayout.of(chunks[0]).sequence_parallel,
         "gradient_scale": gradient_scale(where, model_config),
         "ranks": [c.as_dict() for c in table] if table is not None else [where.as_dict()],

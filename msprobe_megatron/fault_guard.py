@@ -6,6 +6,7 @@ A fault disarms the session and is told once. Under `strict` it stops the job in
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -47,13 +48,15 @@ class FaultGuard:
 
     def take(self, error: BaseException, where: str) -> bool:
         """Note a fault, and tell of the first one; whether this is the thread that trains, which may disarm at once."""
-        text = f"{where}: {type(error).__name__}: {error}"
-        if len(self._voice.faults) < _KEPT:
-            self._voice.faults.append(text)
-        if not self.first:
-            self.first = text
-            after = "the job stops (strict: true)" if self._strict else "training goes on unobserved"
-            self._voice.say(f"disarmed after a fault in {text}; {after}", "fault")
+        first, self.first = not self.first, self.first or type(error).__name__
+        with contextlib.suppress(Exception):  # no memory left, or an error that cannot be printed
+            text = f"{where}: {type(error).__name__}: {error}"
+            if len(self._voice.faults) < _KEPT:
+                self._voice.faults.append(text)
+            if first:
+                self.first = text
+                after = "the job stops (strict: true)" if self._strict else "training goes on unobserved"
+                self._voice.say(f"disarmed after a fault in {text}; {after}", "fault")
         return threading.get_ident() == self._thread
 
     def stop(self, error: BaseException | None = None) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from msprobe_megatron.clock import Moment
 from msprobe_megatron.config import DumpConfig, RecorderConfig
 from msprobe_megatron.dumping import Dumping
@@ -149,7 +151,7 @@ class FlightRecorder(Part):
         if "nonfinite" not in self.asked.on:
             return
         _, counts = batch.slots.wait()
-        bad = (counts[:, :3] > 0).any(axis=1)
+        bad = np.asarray((counts[:, :3] > 0).any(axis=1))
         if not bad.any():
             return
         found = {(row.kind, row.name, row.io, row.path) for row in batch.rows if row.slot >= 0 and bad[row.slot]}

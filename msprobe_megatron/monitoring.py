@@ -6,6 +6,7 @@ watched too; on a step that is not, nothing of it is there.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from msprobe_megatron.clock import Moment
 from msprobe_megatron.config import ConfigError, MonitorConfig, StepSelection
 from msprobe_megatron.parts import Job, Part
 from msprobe_megatron.probes.monitor import MonitorProbe, Reading
-from msprobe_megatron.record.monitor import MonitorEnd
+from msprobe_megatron.record.monitor import MonitorBatch, MonitorBatches, MonitorEnd
 from msprobe_megatron.record.slots import SlotTable
 from msprobe_megatron.sites.arguments import own_work
 from msprobe_megatron.sites.comm import CommSite
@@ -30,6 +31,8 @@ from msprobe_megatron.topology.grad_buffers import reduced_range
 
 _SLOT_BYTES = 32 << 20
 _ROWS_PER_BLOCK = 256
+HAND_OVER_SECONDS = 0.1
+"""Steps that are shorter than this go to the writer thread together."""
 
 
 class Monitoring(Part):
@@ -50,6 +53,8 @@ class Monitoring(Part):
         self._job = job
         self._watched_steps = 0
         self._last_step = -1
+        self._pending: list[MonitorBatch] = []
+        self._handed_over = 0.0
         device = backends.select()
         slots = SlotTable(
             device.device,
@@ -165,7 +170,16 @@ class Monitoring(Part):
             self._rest()
         else:
             self.remove()
-        self._job.submit(self._probe.finish())
+        self._pending.append(self._probe.finish())
+        # Watchers are told of every step at once; a file can wait.
+        if self._job.watchers or time.monotonic() - self._handed_over >= HAND_OVER_SECONDS:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        pending, self._pending = self._pending, []
+        self._handed_over = time.monotonic()
+        if pending:
+            self._job.submit(MonitorBatches(pending))
 
     def _rest(self) -> None:
         for site in (self._modules, self._gradients, self._arguments, self._optimizer):
@@ -182,6 +196,7 @@ class Monitoring(Part):
     def close(self) -> None:
         """The run is over: write the steps that have no file yet."""
         self._throughput.close()
+        self._hand_over()
         self._job.submit(MonitorEnd(max(0, self._last_step), self._probe.file))
 
     def not_happened(self, last_step: int) -> list[str]:

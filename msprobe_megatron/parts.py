@@ -146,6 +146,10 @@ class Parts:
         self.active = [part for part in self.all if part.next_from(step) == step]
         return bool(self.active)
 
+    def describe(self) -> str:
+        """What is going to happen, in one line."""
+        return "; ".join(part.describe() for part in self.all)
+
     def obey(self, order: Order) -> bool:
         """Hand an order to every part; whether it concerned any."""
         return any([part.obey(order) for part in self.all])

@@ -6,8 +6,8 @@ from msprobe_megatron.alerting import Alerting
 from msprobe_megatron.checking import Checking
 from msprobe_megatron.config import ConfigError
 from msprobe_megatron.dumping import Dumping
-from msprobe_megatron.monitoring import Monitoring
 from msprobe_megatron.flight_recorder import FlightRecorder
+from msprobe_megatron.monitoring import Monitoring
 from msprobe_megatron.parts import Job, Part
 from msprobe_megatron.perturbing import Perturbing
 
@@ -23,14 +23,14 @@ def make_parts(job: Job) -> list[Part]:
     parts: list[Part] = []
     if config.dump is not None:
         parts.append(Dumping(job, config.dump))
-    if config.monitor is not None:
-        parts.append(Monitoring(job, config.monitor))
-    if config.perturb is not None:
-        parts.append(Perturbing(job, config.perturb))
     # Before the monitor, whose alerts ask for what was kept up to the step they are about.
     recorder = FlightRecorder(job, config.recorder) if config.recorder is not None else None
     if recorder is not None:
         parts.append(recorder)
+    if config.monitor is not None:
+        parts.append(Monitoring(job, config.monitor))
+    if config.perturb is not None:
+        parts.append(Perturbing(job, config.perturb))
     alerts = config.monitor.alerts if config.monitor is not None else ()
     if alerts or config.checks is not None:
         alerting = Alerting(job, alerts, recorder.keep if recorder is not None else None)

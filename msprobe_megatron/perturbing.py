@@ -1,7 +1,7 @@
 """The perturb part of a session: its probe and the sites that feed it, put together.
 
-The session drives it through a step. With a budget the first step is only watched, to learn what is called and what that
-costs; each step after it examines a few calls, in the modules that make them.
+The session drives it through a step. With a budget the first step is only watched, to learn what is called and what
+that costs; each step after it examines a few calls, in the modules that make them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from msprobe_megatron.clock import Moment
 from msprobe_megatron.config import PerturbConfig
 from msprobe_megatron.facts import missing_steps
 from msprobe_megatron.parts import Job, Part
+from msprobe_megatron.perturb_targets import ModuleTargets
+from msprobe_megatron.probes.perturb.backward import BackwardExaminer
 from msprobe_megatron.probes.perturb.batch import PerturbBatch
 from msprobe_megatron.probes.perturb.budget import Cost, Plan, cost_of
 from msprobe_megatron.probes.perturb.classes import class_of
@@ -49,6 +51,10 @@ class Perturbing(Part):
         self._examiner = Examiner(asked, job.clock, self._figures, job.fault)
         in_backward = asked.stage == "backward" and asked.handler == "check"
         self._calls = CallSite(job.chunks, job.clock, job.fault, self._examiner, in_backward=in_backward)
+        self._backward = BackwardExaminer(self._examiner)
+        if in_backward:
+            self._examiner.watch_gradients = self._backward.watch
+        self._targets = ModuleTargets(job, self._examiner)
         self._preheat = Preheat() if asked.preheat else None
         self._structure = Structure()
         self._costs: dict[str, Cost] = {}
@@ -74,7 +80,9 @@ class Perturbing(Part):
         """A step begins: choose, and set the hooks."""
         examiner = self._examiner
         examiner.begin()
+        self._backward.round += 1
         chosen = None
+        names = None
         if self.asked.handler == "check":
             watching = self._ordinal == 0
             examiner.observe = self._observe if watching and self.asked.share < 1 else None
@@ -83,7 +91,10 @@ class Perturbing(Part):
                 examiner.chosen = names
                 examiner.microbatch = self.plan.microbatch(self._ordinal - 1)
                 chosen = {name.partition("/")[0] for name in names}
-        self._calls.install(chosen)
+        if self.asked.list or self.asked.scope or self.asked.whole:
+            self._calls.install(chosen)
+        if examiner.observe is None:
+            self._targets.install(names)
 
     def _observe(self, name: str, where: Any, api: str, args: Any, kwargs: Any, result: Any) -> None:
         self._microbatches = max(self._microbatches, where.moment.microbatch + 1)
@@ -99,18 +110,21 @@ class Perturbing(Part):
     def calls_end(self) -> None:
         """The schedule has returned: what the optimizer calls is not of the model."""
         self._calls.remove()
+        self._targets.remove()
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Take the hooks away; gradients that still arrive are ignored."""
         self._calls.remove()
+        self._targets.remove()
+        self._backward.round += 1
 
     def pause(self) -> None:
         """The model runs for something else than the step."""
-        self._calls.active = False
+        self._calls.active = self._targets.active = False
 
     def resume(self) -> None:
         """The step goes on."""
-        self._calls.active = True
+        self._calls.active = self._targets.active = True
 
     def finish(self, complete: bool) -> None:
         """The step is over: what a few of them found goes to the writer."""
@@ -127,14 +141,31 @@ class Perturbing(Part):
     def _plan(self) -> None:
         examiner = self._examiner
         examiner.observe = None
-        self.plan = Plan(self._costs, self.asked.share, self._microbatches)
+        self.plan = Plan({**self._costs, **self._targets.costs(self._costs)}, self.asked.share, self._microbatches)
         examiner.whole_again = self.plan.whole
         for odd in self._structure.odd():
             note = f"is given {_listed(odd.constants)} where {odd.layers} other layers give {_listed(odd.others)}"
             examiner.found.append(
                 Examined(
-                    -1, self._job.clock.step, self._job.clock.tick(), odd.name, odd.api, 0, 0, "forward", 0, "",
-                    class_of(odd.api), 1, "", (), self.asked.mode, self.asked.stage, examiner.profile, "odd", note,
+                    -1,
+                    self._job.clock.step,
+                    self._job.clock.tick(),
+                    odd.name,
+                    odd.api,
+                    0,
+                    0,
+                    "forward",
+                    0,
+                    "",
+                    class_of(odd.api),
+                    1,
+                    "",
+                    (),
+                    self.asked.mode,
+                    self.asked.stage,
+                    examiner.profile,
+                    "odd",
+                    note,
                 )  # fmt: skip
             )
 
@@ -173,6 +204,7 @@ class Perturbing(Part):
             "examined": self.examined + len(self._examiner.found),
             "verdicts": dict(self._verdicts),
             **self._examiner.ledger(),
+            "left_alone": self._targets.left_alone(),
             "plan": plan,
             "steps": self.steps,
         }

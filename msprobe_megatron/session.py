@@ -131,8 +131,7 @@ class Session:
             self._undo.append(watch_forwards(self._chunks, self))
         self._next = self.parts.next_from(0)
         atexit.register(self.close)
-        what = "; ".join(part.describe() for part in self.parts.all)
-        self.voice.tell(f"{what} into {self.directory.path}")
+        self.voice.tell(f"{self.parts.describe()} into {self.directory.path}")
 
     # What the patches tell.
 

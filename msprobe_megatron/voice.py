@@ -29,8 +29,8 @@ class Voice:
         _print(f"msprobe [rank {self.rank}]: {text}", sys.stderr)
         try:
             self.directory.append_event({"event": event, "rank": self.rank, "step": self.step, "text": text})
-        except OSError as error:
-            self.faults.append(f"events: {error}")
+        except Exception as error:  # a full disk, or no memory left: the one who speaks is in trouble already
+            self.faults.append(f"events: {type(error).__name__}: {error}")
 
     def tell(self, text: str) -> None:
         """One line on rank 0's standard output, where it lands in the job's log."""
@@ -40,5 +40,5 @@ class Voice:
 
 def _print(line: str, stream: TextIO | None) -> None:
     # A log that is closed, full or piped into a program that has ended is no reason to stop a job.
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(Exception):
         print(line, file=stream, flush=True)

@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "sites": {"probes", "clock", "patching", "config", "topology"},
     "patches": {"sites", "probes", "clock", "patching", "importing", "arguments", "config", "topology"},
     "analyse": {"record", "config", "topology"},  # reads run directories, never a live model
+    "checkpoints": {"analyse", "measure"},  # whole tensors out of Megatron's checkpoints
     "report": {"analyse", "config", "topology"},
     "exchange": {"analyse", "record", "config", "topology"},  # run directories to and from other tools' files
 }
@@ -55,6 +56,7 @@ TOP = {
         "integrations",
         "dumping",
         "perturbing",
+        "perturb_targets",
         "monitoring",
         "alerting",
         "flight_recorder",
@@ -64,6 +66,7 @@ TOP = {
         "parts_asked",
         "step_numbers",
         "control",
+        "functions_asked",
         "debugger",
         "saving",
         "seeding",

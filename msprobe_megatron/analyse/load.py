@@ -13,6 +13,7 @@ from typing import Any
 import duckdb
 
 from msprobe_megatron.analyse.checked import RunError, rank_facts, rows_problem, run_facts
+from msprobe_megatron.analyse.monitor_files import MonitorPart, find_monitor, steps_of
 from msprobe_megatron.analyse.shard_rules import with_rules
 from msprobe_megatron.config.errors import ConfigError
 from msprobe_megatron.config.node import Context, Node
@@ -41,6 +42,8 @@ class Run:
     problems: list[str] = field(default_factory=list)
     shards: tuple[ShardRule, ...] = ()
     """Shard specs given by the user, in place of recorded ones."""
+    monitor: list[MonitorPart] = field(default_factory=list)
+    """Files of the monitor. `files` and `rows` are the dump's, or the monitor's in a run that has no dump."""
 
     @property
     def steps(self) -> list[int]:
@@ -56,13 +59,22 @@ class Run:
         self, connection: duckdb.DuckDBPyConnection | None = None, step: int | None = None
     ) -> duckdb.DuckDBPyRelation:
         """All rows (of one step) of all ranks; raises RunError if there are none."""
-        paths = [str(path) for number, _, path in self.files if step is None or number == step]
+        paths = list(dict.fromkeys(str(path) for number, _, path in self.files if step is None or number == step))
         if not paths:
             asked = "" if step is None else f" of step {step}; recorded steps: {self.steps or 'none'}"
             raise RunError(f"{self.path}: no rows{asked}")
         connection = connection if connection is not None else duckdb.connect()
         rows = connection.read_parquet(paths)
+        if step is not None and self.monitor:
+            rows = rows.filter(f"step = {int(step)}")
         return with_rules(connection, rows, self.shards, self.sizes) if self.shards else rows
+
+    def monitor_rows(self, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyRelation:
+        """All rows of the monitor, of all ranks and steps; raises RunError if there are none."""
+        if not self.monitor:
+            raise RunError(f"{self.path}: no rows of the monitor; accepted: a run with a monitor section")
+        connection = connection if connection is not None else duckdb.connect()
+        return connection.read_parquet([str(part.path) for part in self.monitor])
 
 
 def open_run(path: str | Path, shards: tuple[ShardRule, ...] = ()) -> Run:
@@ -95,6 +107,9 @@ def open_run(path: str | Path, shards: tuple[ShardRule, ...] = ()) -> Run:
             else:
                 run.problems.append(f"{file.relative_to(root)} {problem}")
     run.problems.extend(_missing(run))
+    run.monitor = find_monitor(root, run.problems)
+    if not run.files:
+        run.files = sorted((step, part.rank, part.path) for part in run.monitor for step in steps_of(part))
     return run
 
 

@@ -53,11 +53,10 @@ def throughput(run: Run, target_loss: float | None = None) -> Throughput:
 
         throughput(open_run("probe_out"), target_loss=2.5).samples_per_second
     """
-    paths = [str(path) for path in sorted((run.path / "monitor").glob("rank_*/*.parquet"))]
-    if not paths:
+    if not run.monitor:
         raise RunError(f"{run.path}: no throughput was watched; write monitor: {{every: 1}} into its probe file")
     connection = duckdb.connect()
-    rows = connection.read_parquet(paths).filter("kind in ('throughput', 'loss')")
+    rows = run.monitor_rows(connection).filter("kind in ('throughput', 'loss')")
     connection.register("watched", rows)
     first = connection.execute(
         "select coalesce(max(step), 0) from (select distinct step from watched order by step limit ?)", [WARM_UP]
@@ -96,6 +95,28 @@ def throughput(run: Run, target_loss: float | None = None) -> Throughput:
         last_loss=losses[-1][1] if losses else None,
         seconds_to_loss=_time_to(losses, target_loss, seconds),
     )
+
+
+def by_rank(run: Run) -> dict[int, dict[str, float]]:
+    """Median seconds between steps and most memory of each rank; empty where nothing was watched.
+
+    Example::
+
+        by_rank(open_run("probe_out"))[3]["seconds"]
+    """
+    if not run.monitor:
+        return {}
+    rows = run.monitor_rows(duckdb.connect()).filter("kind = 'throughput'")
+    found = rows.aggregate(
+        """rank, median(sum) filter (name = 'interval_seconds'), max(sum) filter (name = 'device_bytes'),
+        max(sum) filter (name = 'host_bytes')""",
+        "rank",
+    ).fetchall()
+    return {
+        int(rank): {"seconds": float(seconds), "bytes": float(device or host or 0)}
+        for rank, seconds, device, host in found
+        if seconds is not None
+    }
 
 
 def scaling(runs: Sequence[Run], target_loss: float | None = None) -> list[Throughput]:

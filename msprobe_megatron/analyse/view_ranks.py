@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from msprobe_megatron.analyse.merge import layout_of
+from msprobe_megatron.analyse.throughput import by_rank
 from msprobe_megatron.analyse.tolerance import EPS
 from msprobe_megatron.analyse.view_table import View, short
 
@@ -17,7 +18,7 @@ _MUST_BE_EQUAL = ("parameter", "grad_reduced", "grad_clipped", "optimizer_state"
 
 
 def rank_grid(view: View) -> list[dict[str, Any]]:
-    """Every rank: coordinates, layers, what it wrote and its faults; at most 1,024 of them.
+    """Every rank: coordinates, layers, time and memory, what it wrote and its faults; at most 1,024 of them.
 
     Example::
 
@@ -26,6 +27,7 @@ def rank_grid(view: View) -> list[dict[str, Any]]:
     world = int(view.run.facts.get("world", 1))
     known = {int(entry["rank"]): entry for entry in view.run.facts.get("ranks", [])}
     bad = dict(view.ask("select rank, sum(n_nan + n_posinf + n_neginf) from run_rows group by rank"))
+    speed = by_rank(view.run)
     found = []
     for rank in range(min(world, RANKS)):
         facts = view.run.ranks.get(rank, {})
@@ -41,6 +43,8 @@ def rank_grid(view: View) -> list[dict[str, Any]]:
                 "faults": [str(text) for text in ledger.get("faults", [])],
                 "closed": facts.get("closed"),
                 "bad": int(bad.get(rank) or 0),
+                "seconds": short(speed.get(rank, {}).get("seconds")),
+                "memory": speed.get(rank, {}).get("bytes"),
             }
         )
     return found

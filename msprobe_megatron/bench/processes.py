@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def measure_in_processes(
     out.mkdir(parents=True, exist_ok=True)
     progress(f"{workload.name}: {ranks} processes")
     task = {
-        "workload": [workload.name, workload.flags, workload.turns, workload.steps, workload.warm_up],
+        "workload": list(astuple(workload)),
         "variants": {name: dict(variant) for name, variant in variants.items()},
         "out": str(out),
     }

@@ -35,6 +35,8 @@ class Workload:
     turns: int
     steps: int
     warm_up: int = 1
+    whole: bool = False
+    """A turn is timed as a whole, up to the end of the session: what is done once in many steps is then in the figure."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,9 @@ class Turns:
                 self._attach(name, turn)
                 for _ in range(self._workload.warm_up):
                     yield
+                if self._workload.whole:
+                    yield from self._whole_turn(name, turn)
+                    continue
                 for _ in range(self._workload.steps):
                     self._flush()
                     self._memory.reset()
@@ -147,6 +152,17 @@ class Turns:
                     self.times[name].append(time.process_time() - began)
                     self._peaks[name].append(self._memory.peak())
                 self._detach(name, turn)
+
+    def _whole_turn(self, name: str, turn: int) -> Iterator[None]:
+        self._flush()
+        self._memory.reset()
+        began, training = time.process_time(), time.thread_time()
+        for _ in range(self._workload.steps):
+            yield
+        self.training[name].append((time.thread_time() - training) / self._workload.steps)
+        self._detach(name, turn)
+        self.times[name].append((time.process_time() - began) / self._workload.steps)
+        self._peaks[name].append(self._memory.peak())
 
     def _folder(self, name: str, turn: int) -> Path:
         return self._out / f"{self._workload.name}_{name}_{turn}"

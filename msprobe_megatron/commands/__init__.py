@@ -13,8 +13,10 @@ COMMANDS = (
     "report",
     "export",
     "diagnose",
+    "watch",
     "scaling",
     "env-diff",
+    "ckpt-diff",
     "import",
     "bench",
 )

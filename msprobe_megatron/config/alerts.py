@@ -15,7 +15,7 @@ ACCEPTED = (
 # The kinds of rows, as record/schema.py has them; a test keeps both alike.
 KINDS = (
     *("activation", "gradient", "parameter", "grad_unreduced", "grad_reduced", "grad_clipped"),
-    *("optimizer_state", "update", "comm", "data", "loss", "perturb", "check", "throughput"),
+    *("optimizer_state", "update", "comm", "data", "loss", "scalar", "perturb", "check", "throughput"),
 )
 _WITH_HISTORY = ("spike", "vanish")
 _MAY_HAVE_THRESHOLD = (*_WITH_HISTORY, "limit")

@@ -46,6 +46,8 @@ def _translate_dump(root: Node) -> Draft:
     name = task.choice(tuple(TASKS))
     TASKS[name].apply(draft, task)
     apply_table(draft, root, COMMON, skip=("task", "level", *BLOCKS))
+    if "dump_enable" in keys and keys["dump_enable"].value is False:
+        draft.put("steps", "none", "dump_enable")
     _level(draft, keys.get("level"), root, name)
     for key, table in BLOCKS.items():
         if key not in keys or keys[key].value is None:
@@ -139,6 +141,18 @@ def _summary_mode(draft: Draft, node: Node) -> None:
         draft.note(node.path, "xor is taken as digest: true, which also sees moved values; not msprobe's number")
 
 
+def _dump_enable(draft: Draft, node: Node) -> None:
+    # false waits for an order; `_translate_dump` sees to it that `step` does not undo this.
+    draft.note(node.path, "a running job is switched with msprobe-megatron ctl RUN, not by changing this file")
+    if not node.boolean():
+        draft.put("steps", "none", node.path)
+
+
+def _risk_level(draft: Draft, node: Node) -> None:
+    draft.put("dump.apis", node.choice(("ALL", "CORE", "FOCUS")).lower(), node.path)
+    draft.note(node.path, "what each preset leaves out stands in docs/dump.md; it is not msprobe's list to the letter")
+
+
 def _fuzz_device(draft: Draft, node: Node) -> None:
     device = node.choice(("npu", "cpu"))
     if device == "cpu":
@@ -187,9 +201,9 @@ COMMON: Table = {
     "extra_info": To("dump.stacks"),
     "async_dump": Always("the writer is always asynchronous", _bool),
     "precision": Always("sums are always in float32 or wider", lambda node: node.choice(("low", "high"))),
-    "dump_enable": Refuse("recording is not switched while the job runs; write the steps to record in step"),
-    "risk_level": Refuse("there are no presets of API calls; write ALL, and names in list", ("ALL",)),
-    "custom_op_namespaces": Refuse("namespaces are not wrapped; leave it out and write names in list", ([],)),
+    "dump_enable": Via(_dump_enable),
+    "risk_level": Via(_risk_level),
+    "custom_op_namespaces": Always("operators of torch.ops are seen in every namespace", _text_list),
     "load": Refuse("module inputs are not replayed from an earlier dump; leave it out"),
     "enable_dataloader": Refuse("steps are those of the optimizer; leave it out", (False,)),
     "seed": Refuse("the probe never touches random numbers; write --seed among the training arguments"),
@@ -205,7 +219,7 @@ _FILTERS: Table = {
 _VALUES: Table = {
     **_FILTERS,
     "summary_mode": Via(_summary_mode),
-    "slice": Refuse("tensors are measured whole; leave it out", ([],)),
+    "slice": To("dump.slice"),
     "request_id": Refuse("it belongs to inference; leave it out", ("",)),
     "file_format": Refuse("tensors are packed as safetensors; leave it out", ("npy",)),
     "backward_input": Refuse("backward is observed where it runs, from no saved input; leave it out", ([],)),
@@ -221,7 +235,7 @@ _VALUES: Table = {
 BLOCKS: dict[str, Table] = {
     "statistics": {
         **_VALUES,
-        "tensor_list": Refuse("one run has one task; write task tensor with these names in list", ([],)),
+        "tensor_list": _names("dump.tensor_list"),
     },
     "tensor": _VALUES,
     "structure": {key: Refuse("the structure is written whole; leave it out", ([], ["all"])) for key in _FILTERS},

@@ -45,11 +45,23 @@ SECTIONS = ("dump", "monitor", "perturb", "checks", "recorder")
 
 
 @dataclass(frozen=True)
+class Slice:
+    """Elements ``begin`` to ``end`` (not included; None is the rest) of dimension ``dim``, if it has ``size``."""
+
+    dim: int = 0
+    size: int | None = None
+    begin: int = 0
+    end: int | None = None
+
+
+@dataclass(frozen=True)
 class DumpConfig:
     """The ``dump`` section: which numbers of modules and API calls are written.
 
     ``list`` holds parts of names, or regular expressions between slashes; empty is every name. An axis that
-    ``data_mode`` leaves out (forward and backward, input and output) is recorded on both sides.
+    ``data_mode`` leaves out (forward and backward, input and output) is recorded on both sides. ``scope`` is a window from
+    one name to another. Tensors of the names in ``tensor_list`` are saved beside the statistics of all. ``slice`` records
+    a part of every tensor. ``functions`` names more functions, ``module:function``, to be seen as API calls.
     """
 
     level: Level = "L0"
@@ -63,6 +75,9 @@ class DumpConfig:
     microbatches: StepSelection | None = None
     layers: StepSelection | None = None
     apis: Apis = "focus"
+    tensor_list: tuple[str, ...] = ()
+    slice: tuple[Slice, ...] = ()
+    functions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,12 +117,12 @@ class AlertAction:
 class Alert:
     """A rule of the monitor.
 
-    ``nonfinite``: a NaN or an Inf. ``spike``: a norm more than (1 + threshold) times above or below the median of the
-    last ``window`` values and more than ``deviations`` robust deviations from it. ``limit``: an absolute value above
-    the threshold. ``vanish``: a norm below threshold times the median, or nothing but zeros where there were none.
-    ``replica``: ranks that should hold the same do not (needs ``checks``). ``dead_expert``: an expert that no token
-    reached. ``custom``: what ``expression`` says of a row. ``cooldown`` counts steps; ``names`` and ``kinds`` choose
-    rows, empty is all.
+    ``nonfinite``: a NaN or an Inf. ``spike``: a size (root mean square) more than (1 + threshold) times above or below
+    the median of the last ``window`` steps, and more than ``deviations`` robust deviations from it; where no threshold
+    is given, it is 0.25 for losses and 2 for all else. ``limit``: an absolute value above the threshold. ``vanish``: a
+    size below threshold times the median, or nothing but zeros where there were few. ``replica``: ranks that should
+    hold the same do not (needs ``checks``). ``dead_expert``: an expert that no token reached. ``custom``: what
+    ``expression`` says of a row. ``cooldown`` counts steps; ``names`` and ``kinds`` choose rows, empty is all.
     """
 
     rule: Rule

@@ -14,6 +14,7 @@ from typing import Any
 from msprobe_megatron.config import schema
 from msprobe_megatron.config.alerts import ACTION, ALERT, parse_alert
 from msprobe_megatron.config.names import parse_name_list
+from msprobe_megatron.config.narrowing import check_together, parse_functions, parse_slices
 from msprobe_megatron.config.node import Node
 from msprobe_megatron.config.selection import parse_ranks, parse_selection, parse_steps_or_none
 from msprobe_megatron.config.shards import SHARD, ShardRule, parse_shards
@@ -111,6 +112,7 @@ def _dump(node: Node) -> schema.DumpConfig:
     if config.task == "structure" and (config.digest is not False or config.sketch):
         key = "digest" if config.digest is not False else "sketch"
         raise node.context.error(f"{node.path}.{key}", "has no values to work on: task is structure", "task statistics")
+    check_together(config, node)
     return config
 
 
@@ -158,7 +160,8 @@ def _perturb(node: Node) -> schema.PerturbConfig:
     if config.device == "cpu" and config.mode != "to_cpu":
         refuse("device", f"is not where mode {config.mode} runs", "mode: to_cpu, or leave device out")
     if config.profile == "msprobe" and config.stage == "backward" and config.whole:
-        refuse("stage", "of the whole network is not affordable with profile msprobe", "backward with a list, or profile: ulp")
+        problem = "of the whole network is not affordable with profile msprobe"
+        refuse("stage", problem, "backward with a list, or profile: ulp")
     if config.handler == "fix":
         if config.mode not in _FIXING_MODES:
             refuse("handler", f"cannot repair with mode {config.mode}", f"mode: {' or '.join(_FIXING_MODES)}")
@@ -219,6 +222,9 @@ _DUMP: dict[str, Reader] = {
     "stacks": _boolean,
     "microbatches": parse_selection,
     "layers": parse_selection,
+    "tensor_list": parse_name_list,
+    "slice": parse_slices,
+    "functions": parse_functions,
 }
 _TARGET: dict[str, Reader] = {key: _tensor for key in ("input", "output", "input_grad", "output_grad")}
 _MONITOR: dict[str, Reader] = {

@@ -20,7 +20,7 @@ Read = Callable[[str, int], bytes]
 
 
 class Disagreement(NamedTuple):
-    """`places` of the vector that differ, the `odd` ranks (all, where no majority says who is right), out of `ranks`."""
+    """Which `places` of the vector differ, and the `odd` of all `ranks` (all, where no majority says who is right)."""
 
     places: list[int]
     odd: list[int]

@@ -59,7 +59,9 @@ class DumpProbe:
         self._hash = HASHES.get(config.digest) if isinstance(config.digest, str) else None
         self._hashes: dict[int, str] = {}
         self._measures = config.task != "structure"
-        self._packs = packs if config.task == "tensor" else None
+        self._packs = packs if config.task == "tensor" or config.tensor_list else None
+        self._kept = [_matcher(text) for text in config.tensor_list]
+        self._keeps: dict[str, bool] = {}
         self._saved: dict[int | None, str] = {}
         self._rows: list[Row] = []
         self._sites_file = SitesFile()
@@ -105,6 +107,8 @@ class DumpProbe:
                 slot = self._measured(tensor, key, numbering)
                 if slot == _NO_ROOM:
                     return
+            if self._packs is not None and slot >= 0 and slot not in self._saved:
+                self._save(place.name, tensor, slot)
             if self._hash is not None:
                 extra = self._hashed(tensor, slot)
         if place.extra is not None:
@@ -164,11 +168,18 @@ class DumpProbe:
             return _NO_ROOM  # counted by the table; a row would take memory that the limit does not allow
         if self._measure(tensor, slot, numbering):
             self._seen.put(key, tensor, slot)
-            if self._packs is not None:
-                self._saved[slot] = self._packs.add(self._clock.step, tensor)
             return slot
         self.unmeasured += 1
         return -1
+
+    def _save(self, name: str, tensor: torch.Tensor, slot: int) -> None:
+        """Put a copy into the pack: of all tensors, or of those whose names are in `tensor_list`."""
+        keep = not self._kept
+        if not keep:
+            keep = self._keeps.get(name, False) if name in self._keeps else any(match(name) for match in self._kept)
+            self._keeps[name] = keep
+        if keep and self._packs is not None:
+            self._saved[slot] = self._packs.add(self._clock.step, tensor)
 
     def _dtype_name(self, dtype: torch.dtype) -> str:
         name = self._dtypes[dtype] = str(dtype).removeprefix("torch.")

@@ -39,14 +39,7 @@ class CheckBatch:
 
     def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
         """One row a finding."""
-        rows = [
-            Row(
-                *(seq, None, "optimizer", None, "check", str(event.get("name", "")), str(event.get("kind", ""))),
-                *(str(event.get("group", "")), str(event.get("check", "")), -1, "", (), None, "?a verdict", 0, -1),
-                extra=json_text(event),
-            )
-            for seq, event in enumerate(self.found)
-        ]
+        rows = [_row(seq, event) for seq, event in enumerate(self.found)]
         table = build_table(self.step, rows, np.empty((0, 5)), np.empty((0, 4), np.int64), identity)
         path = f"monitor/rank_{identity['rank']:05d}/checks_{self.step:06d}_{self.number:06d}.parquet"
         return directory.write_table(path, table)
@@ -58,3 +51,26 @@ class CheckBatch:
     def drop(self, counts: WriterCounts) -> None:
         """Rows lost."""
         counts.rows_dropped += len(self.found)
+
+
+def _row(seq: int, event: Mapping[str, Any]) -> Row:
+    name, kind, group, check = (str(event.get(key, "")) for key in ("name", "kind", "group", "check"))
+    return Row(
+        seq=seq,
+        microbatch=None,
+        phase="optimizer",
+        vpp=None,
+        kind="check",
+        name=name,
+        io=kind,
+        path=group,
+        op=check,
+        site=-1,
+        dtype="",
+        shape=(),
+        global_shape=None,
+        shard="?a verdict, not a tensor",
+        numel=0,
+        slot=-1,
+        extra=json_text(dict(event)),
+    )

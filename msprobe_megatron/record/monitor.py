@@ -174,6 +174,46 @@ class MonitorBatch:
 
 
 @dataclass(frozen=True)
+class MonitorBatches:
+    """Several steps that are handed over together: waking the writer costs more than a short step has to give.
+
+    Example::
+
+        writer.submit(MonitorBatches([first, second]))
+    """
+
+    batches: Sequence[MonitorBatch]
+
+    @property
+    def step(self) -> int:
+        """The last of its steps."""
+        return self.batches[-1].step
+
+    @property
+    def nbytes(self) -> int:
+        """What all of them hold."""
+        return sum(batch.nbytes for batch in self.batches)
+
+    def coming(self, last: int) -> int:
+        """As many bytes as the last ones wrote."""
+        return last
+
+    def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
+        """One after the other."""
+        return sum(batch.write(directory, identity) for batch in self.batches)
+
+    def count(self, counts: WriterCounts) -> None:
+        """So many steps more."""
+        for batch in self.batches:
+            batch.count(counts)
+
+    def drop(self, counts: WriterCounts) -> None:
+        """So many steps lost."""
+        for batch in self.batches:
+            batch.drop(counts)
+
+
+@dataclass(frozen=True)
 class MonitorEnd:
     """Writes the file that is being filled; the last batch of a monitor."""
 

@@ -8,6 +8,7 @@ graph. All of it exists only while a step is recorded.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from msprobe_megatron.clock import Clock, Moment, inside_backward
 from msprobe_megatron.sites import mode_stack
+from msprobe_megatron.sites.api_edges import Shares, Sources, links, now, sources_of
 from msprobe_megatron.sites.api_names import name_of
 from msprobe_megatron.sites.arguments import Found, find_tensors, own_work
 from msprobe_megatron.sites.compiled_regions import CompiledRegions
@@ -27,7 +29,7 @@ from msprobe_megatron.topology.shards import ShardSpec
 
 OUTSIDE = "outside"
 _UNKNOWN_LAYOUT = ShardSpec.unmergeable("API call")
-_SCALARS = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, nn.Parameter, torch.device, slice})
+_SCALARS = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, slice})
 _FUNCTION: Any = torch.autograd.Function
 Fault = Callable[[BaseException, str], None]
 
@@ -129,7 +131,9 @@ class ApiSite:
 
         return apply
 
-    def call(self, api: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, api: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inside: int = 1
+    ) -> Any:
         """Run a call and tell the sink of what went in and came out."""
         before = None
         try:
@@ -137,11 +141,11 @@ class ApiSite:
                 before = self._before(api, args, kwargs)
         except Exception as error:
             self._fault(error, f"input of {api}")
-        self._inside += 1
+        self._inside += inside
         try:
             result = function(*args, **kwargs)
         finally:
-            self._inside -= 1
+            self._inside -= inside
         if before is not None and self.active:
             try:
                 with own_work():
@@ -149,6 +153,12 @@ class ApiSite:
             except Exception as error:
                 self._fault(error, f"output of {api}")
         return result
+
+    def called(self, api: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same for a function that is no API of torch and calls some: they are told too."""
+        if self._inside or not self.active:
+            return function(*args, **kwargs)
+        return self.call(api, function, args, kwargs, inside=0)
 
     def name_of(self, function: Callable[..., Any]) -> str | None:
         """What a call of this function is named; None for those that are not watched."""
@@ -158,17 +168,19 @@ class ApiSite:
             self._fault(error, f"name of {function!r}")
             return None
 
-    def _before(self, api: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, Running, Found] | None:
+    def _before(
+        self, api: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Call, Running, Sources, int] | None:
         found: Found = []
         for index, value in enumerate(args):
             kind = type(value)
-            if kind is torch.Tensor:
+            if kind is torch.Tensor or kind is nn.Parameter:
                 found.append((str(index), value))
             elif kind not in _SCALARS:
-                find_tensors(value, str(index), found)
+                find_tensors(value, str(index), found, parameters=True)
         for name, value in kwargs.items():
-            find_tensors(value, name, found)
-        if not found and not any(type(value) is nn.Parameter for value in args):
+            find_tensors(value, name, found, parameters=True)
+        if not found:
             return None
         stack = self._frames.stack
         running = stack[-1] if stack else self._frames.outside(OUTSIDE)
@@ -184,7 +196,9 @@ class ApiSite:
             microbatch = running.moment.microbatch
             for path, tensor in found:
                 self._sink.see(call.place("activation", "input", path), tensor, microbatch, running.phase)
-        return call, running, found
+        # Before the call: in place, it moves what it changes to a node of its own.
+        gradients = self._backward["input"] and torch.is_grad_enabled()
+        return call, running, sources_of(found) if gradients else [], now()
 
     def _new_call(self, key: tuple[str, int, str, int]) -> _Call | None:
         module, chunk, api, number = key
@@ -202,7 +216,7 @@ class ApiSite:
         self.structure = [*self.structure, {"site": site, "name": name, "vpp": chunk, "class": api, "stack": stack}]
         return site
 
-    def _after(self, result: Any, call: _Call, running: Running, inputs: Found) -> None:
+    def _after(self, result: Any, call: _Call, running: Running, sources: Sources, since: int) -> None:
         outputs: Found = []
         if type(result) is torch.Tensor:
             outputs.append(("", result))
@@ -214,40 +228,33 @@ class ApiSite:
             for path, tensor in outputs:
                 self._sink.see(call.place("activation", "output", path), tensor, microbatch, running.phase)
         # Under no_grad (the first pass of a checkpoint) no result has a node: its gradients come when it is repeated.
-        self._watch_gradients(call, running.moment, inputs, outputs)
+        self._watch_gradients(call, running.moment, sources, since, outputs)
 
-    def _watch_gradients(self, call: _Call, moment: Moment, inputs: Found, outputs: Found) -> None:
-        nodes: dict[Any, list[tuple[int, Place]]] = {}
+    def _watch_gradients(self, call: _Call, moment: Moment, sources: Sources, since: int, outputs: Found) -> None:
+        given: dict[Any, list[tuple[int, Place]]] = {}
         for path, tensor in outputs:
             node = tensor.grad_fn
             if node is not None:
-                wanted = nodes.setdefault(node, [])
+                wanted = given.setdefault(node, [])
                 if self._backward["output"]:
                     wanted.append((tensor.output_nr, call.place("gradient", "output", path)))
-        for node, given in nodes.items():
-            asked = self._edges(node, call, inputs) if self._backward["input"] else []
-            if given or asked:
-                node.register_hook(self._gradients(given, asked, moment))
-
-    def _edges(self, node: Any, call: _Call, inputs: Found) -> list[tuple[int, Place]]:
-        """Which gradients that the node hands on belong to which input; an input behind another node has none here."""
-        edges = node.next_functions
-        found = []
-        for path, tensor in inputs:
-            if not tensor.requires_grad:
-                continue
-            source, number = tensor.grad_fn, tensor.output_nr
-            for index, (target, slot) in enumerate(edges):
-                same = target is source and slot == number if source is not None else _is_leaf(target, tensor)
-                if same:
-                    found.append((index, call.place("gradient", "input", path)))
-                    break
-        return found
+        asked: dict[Any, list[tuple[int, Place, Shares | None]]] = {}
+        if self._backward["input"] and given and sources:
+            found = links(given, sources, since)
+            ways = Counter(path for edges in found.values() for _, path in edges)
+            shares = {path: Shares(count) for path, count in ways.items() if count > 1}
+            for node, edges in found.items():
+                asked[node] = [(i, call.place("gradient", "input", path), shares.get(path)) for i, path in edges]
+        for node in {**given, **asked}:
+            here, there = given.get(node, []), asked.get(node, [])
+            if here or there:
+                node.register_hook(self._gradients(here, there, moment))
 
     def _gradients(
-        self, given: list[tuple[int, Place]], asked: list[tuple[int, Place]], moment: Moment
+        self, given: list[tuple[int, Place]], asked: list[tuple[int, Place, Shares | None]], moment: Moment
     ) -> Callable[[Any, Any], None]:
         this_round, microbatch = self._round, moment.microbatch
+        see = self._sink.see
 
         def hook(grad_inputs: Any, grad_outputs: Any) -> None:
             if not self.active or self._round != this_round:
@@ -255,11 +262,16 @@ class ApiSite:
             try:
                 self._clock.backward_moment = moment
                 with own_work():
-                    for gradients, places in ((grad_outputs, given), (grad_inputs, asked)):
-                        for index, place in places:
-                            gradient = gradients[index] if index < len(gradients) else None
-                            if gradient is not None:
-                                self._sink.see(place, gradient, microbatch, "backward")
+                    for index, place in given:
+                        gradient = grad_outputs[index] if index < len(grad_outputs) else None
+                        if gradient is not None:
+                            see(place, gradient, microbatch, "backward")
+                    for index, place, shares in asked:
+                        gradient = grad_inputs[index] if index < len(grad_inputs) else None
+                        if shares is not None:
+                            gradient = shares.add(gradient)
+                        if gradient is not None:
+                            see(place, gradient, microbatch, "backward")
             except Exception as error:
                 self._fault(error, "gradients of an API call")
 
@@ -284,10 +296,6 @@ class _Mode(TorchFunctionMode):
         if name is None or self._site._inside or not self._site.active:
             return function(*args, **kwargs) if kwargs else function(*args)
         return self._site.call(name, function, args, kwargs or {})
-
-
-def _is_leaf(target: Any, tensor: torch.Tensor) -> bool:
-    return getattr(target, "variable", None) is tensor
 
 
 def _unknown(shape: tuple[int, ...]) -> ShardSpec:

@@ -15,8 +15,8 @@ own_work = torch._C.DisableTorchFunction
 """A context in which what the kit does with tensors is not taken for a call of the training code."""
 
 
-def find_tensors(value: Any, path: str, found: Found, depth: int = 0) -> None:
-    """Add tensors inside nested containers to ``found``. Parameters are left out: they have rows of their own.
+def find_tensors(value: Any, path: str, found: Found, depth: int = 0, parameters: bool = False) -> None:
+    """Add tensors inside nested containers to ``found``; parameters, which have rows of their own, only if asked for.
 
     Example::
 
@@ -27,19 +27,21 @@ def find_tensors(value: Any, path: str, found: Found, depth: int = 0) -> None:
     if kind is torch.Tensor:
         found.append((path, value))
     elif kind in _NO_TENSORS or depth == _NESTING:
-        return
+        if parameters and kind is nn.Parameter:
+            found.append((path, value))
     elif isinstance(value, torch.Tensor):
-        if not isinstance(value, nn.Parameter):
+        if parameters or not isinstance(value, nn.Parameter):
             found.append((path, value))
     elif isinstance(value, tuple | list):
         for index, item in enumerate(value):
-            find_tensors(item, f"{path}.{index}" if path else str(index), found, depth + 1)
+            find_tensors(item, f"{path}.{index}" if path else str(index), found, depth + 1, parameters)
     elif isinstance(value, dict):
         for key, item in value.items():
-            find_tensors(item, f"{path}.{key}" if path else str(key), found, depth + 1)
+            find_tensors(item, f"{path}.{key}" if path else str(key), found, depth + 1, parameters)
     elif is_dataclass(value) and not isinstance(value, type):
         for item in fields(value):
-            find_tensors(getattr(value, item.name), f"{path}.{item.name}" if path else item.name, found, depth + 1)
+            inner = f"{path}.{item.name}" if path else item.name
+            find_tensors(getattr(value, item.name), inner, found, depth + 1, parameters)
 
 
 def named_arguments(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:

@@ -72,6 +72,9 @@ class WatchedParameters:
         spec = parameter_spec(entry)
         if part is not None and spec.unknown is None:
             spec = replace(spec, flat=part)
+        if kind == "grad_unreduced":
+            # Of this rank's own samples and tokens: the ranks that average their gradients hold no replicas.
+            spec = replace(spec, partial=(*spec.partial, "dp", "cp"))
         shape = tuple(local_part(parameter).shape)
 
         def spec_of(shape: tuple[int, ...]) -> ShardSpec:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from msprobe_megatron.config import Alert
-from msprobe_megatron.probes.alerts.history import History
+from msprobe_megatron.probes.alerts.history import Steps
 from msprobe_megatron.probes.alerts.rules import make_rule
 from msprobe_megatron.probes.alerts.seen import Columns, SeriesNumbers
 from tests.alerts.steps import Told, row, step
@@ -28,25 +28,44 @@ def test_columns_against_numpy():
     assert np.isnan(columns["layer"][1])
 
 
-def test_history_is_median_and_deviation_of_the_last_values():
-    history, kept = History(5), {0: [], 1: []}
-    for _ in range(9):
-        series = RANDOM.integers(0, 2, 4)
-        values = RANDOM.standard_normal(4)
-        values[RANDOM.random(4) < 0.2] = np.nan
-        history.add(series, values)
-        for number, value in zip(series, values, strict=True):
-            if np.isfinite(value):
-                kept[int(number)] = [*kept[int(number)], value][-5:]
-        usual = history.usual(np.array([0, 1, -1, 7]))
+def projected(values):
+    """Each value taken to the step that comes, along the median slope over half of them."""
+    half = max(len(values) // 2, 1)
+    changes = [(values[i + half] - values[i]) / half for i in range(len(values) - half)]
+    slope = np.median(changes) if changes else 0.0
+    return [value + slope * (len(values) - i) for i, value in enumerate(values)]
+
+
+def test_spike_sees_through_a_trend():
+    told = Told(Alert("spike", kinds=("loss",)))
+    for number in range(20):
+        assert told(number, (row("loss", kind="loss"), [10 * 0.95**number])) == []
+    # The second value of all: far from unusual but for the trend.
+    [event] = told(20, (row("loss", kind="loss"), [10 * 0.95**20]), (row("loss", kind="loss", microbatch=1), [9.5]))
+    assert event["microbatch"] == 1
+
+
+def test_usual_is_median_and_deviation_of_the_last_steps():
+    steps, levels, spreads = Steps(5), {0: [], 1: []}, {0: [], 1: []}
+    for _ in range(12):
+        series, values = RANDOM.integers(0, 2, 7), RANDOM.standard_normal(7)
+        values[RANDOM.random(7) < 0.2] = np.nan
+        steps.add(np.append(series, -1), np.append(values, 9.0))
         for number in (0, 1):
-            if kept[number]:
-                median = np.median(kept[number])
-                assert usual.median[number] == pytest.approx(median)
-                deviation = 1.4826 * np.median(np.abs(np.array(kept[number]) - median))
+            mine = values[(series == number) & np.isfinite(values)]
+            if len(mine):
+                levels[number] = [*levels[number], np.median(mine)][-5:]
+                spreads[number] = [*spreads[number], np.median(np.abs(mine - np.median(mine)))][-5:]
+        usual = steps.usual(np.array([0, 1, -1, 7]))
+        for number in (0, 1):
+            if levels[number]:
+                ahead, spread = projected(levels[number]), projected(spreads[number])
+                between = np.median([abs(x - np.median(ahead)) for x in ahead])
+                assert usual.median[number] == pytest.approx(np.median(ahead))
+                deviation = 1.4826 * max(between, np.median(spread))
                 assert usual.deviation[number] == pytest.approx(deviation, abs=1e-12)
-            assert usual.values[number] == len(kept[number])
-        assert usual.values[2] == usual.values[3] == 0
+            assert usual.steps[number] == len(levels[number])
+        assert usual.steps[2] == usual.steps[3] == 0
 
 
 def test_nonfinite_names_the_first_and_counts_the_rest():
@@ -66,7 +85,7 @@ def test_spike_is_two_sided_and_not_blinded_by_a_nan(factor):
         assert told(number, (row("a"), np.append(noisy(), bad)), (row("b"), noisy(100.0))) == []
     [event] = told(12, (row("a", microbatch=1), noisy(factor)), (row("b"), noisy(100.0)))
     assert (event["name"], event["microbatch"], event["step"]) == ("a", 1, 12)
-    assert event["value"] == pytest.approx(factor * np.sqrt(8), rel=0.2)
+    assert event["value"] == pytest.approx(factor, rel=0.2)
     # One spike does not raise the bar for the next.
     assert told(13, (row("a"), noisy(factor)))[0]["name"] == "a"
 
@@ -179,4 +198,4 @@ def test_what_is_remembered_is_bounded():
     told = Told(Alert("spike"), Alert("vanish"))
     for number in range(100):
         told(number, (row("a"), noisy()), (row("b"), noisy()))
-    assert told.alerts._histories[32]._values.shape[0] <= 4
+    assert told.alerts._histories[32]._levels._values.shape[0] <= 4

@@ -31,7 +31,7 @@ output: ./probe_out
 ranks: {tp: 0, dp: [0, 1]}
 steps: [10, "20-22", 100-1000/100]
 dump:    {level: mix, task: tensor, digest: md5, sketch: 16, list: [mlp, '/layers\\.[0-3]\\./'],
-          scope: [a, b], data_mode: [forward, output], stacks: false, microbatches: [0], layers: 0-3}
+          data_mode: [forward, output], stacks: false, microbatches: [0], layers: 0-3}
 monitor: {activations: false, gradients: true, optimizer: false, parameters: true, comm: true, every: 5,
           targets: {decoder.layers.0: {input: "tuple[2]:0", output: tensor}, embedding: {}},
           alerts: [nonfinite, {rule: spike, threshold: 0.5}, {rule: limit, threshold: 10000}],
@@ -57,7 +57,6 @@ def test_every_key_is_read(probe):
         digest="md5",
         sketch=16,
         list=("mlp", r"/layers\.[0-3]\./"),
-        scope=("a", "b"),
         data_mode=("forward", "output"),
         stacks=False,
         microbatches=parse_steps("0"),
@@ -211,6 +210,19 @@ REFUSED = [
     ("dump: {scope: [a]}", ["dump.scope: ['a'] has 1 names", "[] or [name of the first"]),
     ("dump: {scope: [a, b, c]}", ["dump.scope:", "has 3 names"]),
     ("dump: {scope: [a, 1]}", ["dump.scope[1]: 1 is not text"]),
+    ("dump: {scope: [a, b], list: [c]}", ["dump.scope: ['a', 'b'] stands beside a list", "either list or scope"]),
+    ("dump: {scope: [a, b], level: debug}", ["dump.scope:", "level is debug"]),
+    ("dump: {tensor_list: [a], task: tensor}", ["dump.tensor_list: ['a'] belongs to task statistics"]),
+    ("dump: {slice: {dim: 0}}", ["dump.slice:", "is not a list"]),
+    ("dump: {slice: [{}]}", ["dump.slice[0]: {} cuts nothing", "dim, size, begin, end"]),
+    ("dump: {slice: [{dim: -1}]}", ["dump.slice[0].dim: -1 is out of range"]),
+    ("dump: {slice: [{begin: -4}]}", ["dump.slice[0].begin: -4 is out of range"]),
+    ("dump: {slice: [{begin: 4, end: 4}]}", ["dump.slice[0].end: 4 is not beyond begin, which is 4"]),
+    ("dump: {slice: [{dims: 1}]}", ["dump.slice[0].dims: unknown key (did you mean dim?)"]),
+    ("dump: {slice: [{dim: 1}], digest: true}", ["dump.slice:", "digest: false and sketch: 0"]),
+    ("dump: {slice: [{dim: 1}], task: structure}", ["dump.slice:", "task is structure"]),
+    ("dump: {level: L1, functions: [relu]}", ["dump.functions[0]: 'relu' does not say where", "module:function"]),
+    ("dump: {level: L0, functions: ['a:b']}", ["dump.functions:", "level L1 or mix"]),
     ("dump: {data_mode: []}", ["dump.data_mode: [] selects nothing", "forward, backward, input, output"]),
     ("dump: {data_mode: all}", ["dump.data_mode: 'all' is not a list"]),
     ("dump: {data_mode: [fwd]}", ["dump.data_mode[0]: 'fwd' is not known"]),

@@ -229,3 +229,76 @@ def test_compiled_code_is_not_compiled_again(watch):
     site.remove()
     assert torch.equal(function(x), want) and len(compiled) == 1
     assert torch._dynamo.eval_frame.set_eval_frame is torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def gradients_of(sink, name):
+    return {
+        (io, path): value
+        for (kind, full, io, path, _), value in sink.rows.items()
+        if (kind, full) == ("gradient", name)
+    }
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_gradients_of_all_inputs_also_behind_other_nodes(watch, shape, biased):
+    """`F.linear` transposes its weight, and flattens an input of three dimensions: nodes between the call and them."""
+    weight, bias = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(5)) if biased else None
+    x = torch.randn(shape, requires_grad=True)
+    inputs = [x, weight, *([bias] if biased else [])]
+    expected = torch.autograd.grad(F.linear(x * 1, weight, bias).pow(2).sum(), inputs)
+    sink, _ = watch(nn.Module())
+    F.linear(x * 1, weight, bias).pow(2).sum().backward()
+    found = gradients_of(sink, "outside/torch.nn.functional.linear.0")
+    assert set(found) == {("output", ""), *(("input", str(i)) for i in range(len(inputs)))}
+    for index, gradient in enumerate(expected):
+        torch.testing.assert_close(found["input", str(index)], gradient)
+        assert torch.equal(inputs[index].grad, gradient)
+    assert ("activation", "outside/torch.nn.functional.linear.0", "input", "1", "forward") in sink.rows
+
+
+def test_an_input_that_is_used_twice_has_the_sum_of_both_ways(watch):
+    x = torch.randn(3, requires_grad=True)
+    sink, _ = watch(nn.Module())
+    torch.mul(x, x).sum().backward()
+    found = gradients_of(sink, "outside/torch.mul.0")
+    # one tensor at two places: the graph does not tell which share is whose, so both shares come under the last
+    assert [key for key in found if key[0] == "input"] == [("input", "1")]
+    torch.testing.assert_close(found["input", "1"], 2 * x.detach())
+
+
+def test_the_share_of_a_call_is_not_that_of_others(watch):
+    x = torch.randn(3, requires_grad=True)
+    sink, _ = watch(nn.Module())
+    (torch.mul(x, 2) + torch.mul(x, 5)).sum().backward()
+    for number, factor in ((0, 2.0), (1, 5.0)):
+        found = gradients_of(sink, f"outside/torch.mul.{number}")["input", "0"]
+        assert torch.equal(found, torch.full((3,), factor))
+
+
+def test_a_call_in_place_has_the_gradient_of_what_it_changed(watch):
+    x = torch.randn(3, requires_grad=True)
+    sink, _ = watch(nn.Module())
+    y = x * 2
+    y.mul_(3)
+    y.sum().backward()
+    assert torch.equal(gradients_of(sink, "outside/torch.Tensor.mul_.0")["input", "0"], torch.full((3,), 3.0))
+
+
+def test_what_a_call_takes_from_elsewhere_is_not_walked_into(watch):
+    """A function that also uses a tensor which is no argument: nodes older than the call belong to others."""
+    x = torch.randn(3, requires_grad=True)
+    elsewhere = x * 7
+    sink, site = watch(nn.Module())
+    site.called("own", lambda a: a * elsewhere, (x,), {}).sum().backward()
+    torch.testing.assert_close(gradients_of(sink, "outside/own.0")["input", "0"], elsewhere.detach())
+    torch.testing.assert_close(x.grad, 14 * x.detach())
+
+
+def test_operators_of_a_namespace_are_seen(watch):
+    library = torch.library.Library("msprobe_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
+    sink, _ = watch(nn.Module())
+    torch.ops.msprobe_test.twice(torch.ones(2))
+    assert any("twice" in key[1] for key in sink.rows), sink.rows.keys()

@@ -46,18 +46,24 @@ def plain(iterations: int, extra: str = "", world: int = 1) -> list[dict[str, An
     return run_forked(world, train, flags(iterations, extra=extra))
 
 
-def killed_at_random(argv: list[str], seed: int, longest: float) -> None:
-    """Start the training in a process of its own and kill it, without warning, at a moment that `seed` picks."""
+def killed_at_random(argv: list[str], seed: int, longest: float, how: int = signal.SIGKILL) -> int:
+    """Start the training in a process of its own and send it a signal at a moment that `seed` picks; how it ended.
+
+    The process has the signal's handler of this one: by default SIGTERM ends it without a word, as SIGKILL does.
+    """
     prepare()
     pid = os.fork()
     if pid == 0:
+        code = 0
         try:
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
             train(argv)
+        except SystemExit as end:
+            code = int(end.code or 0)
         finally:
-            os._exit(0)
+            os._exit(code)
     time.sleep(random.Random(seed).uniform(0.05, longest))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    os.kill(pid, how)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -116,6 +116,54 @@ def train_with_writer(argv, what):
     return train(argv)
 
 
+def train_with_a_writer_that_is_too_slow(argv, steps_a_write):
+    """Each write takes as long as `steps_a_write` steps of training; the largest amounts that waited."""
+    import time
+
+    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.record.directory import RunDirectory
+    from msprobe_megatron.record.writer import Writer
+
+    write, submit, held, largest, took = RunDirectory.write_table, Writer.submit, [0], [0], [0.0]
+
+    def slow(self, *args, **kwargs):
+        time.sleep(took[0] * steps_a_write)
+        return write(self, *args, **kwargs)
+
+    def watched(self, batch):
+        largest[0] = max(largest[0], batch.nbytes)
+        done = submit(self, batch)
+        held[0] = max(held[0], self._held_bytes)
+        return done
+
+    def after(step):
+        took[0] = took[0] or step.seconds  # of the first step, before anything waits
+
+    RunDirectory.write_table, Writer.submit = slow, watched
+    losses = run(argv, Callbacks(step=after)).losses
+    return {"losses": losses, "held": held[0], "largest": largest[0], "resident": high_water()}
+
+
+def high_water():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_memory_stays_bounded_when_the_writer_is_100_times_too_slow(tmp_path):
+    """Training waits for room in the queue: it loses nothing and never holds more than the limit allows."""
+    (reference,) = plain(STEPS)
+    limit = 2 << 20
+    config = probe_file(tmp_path, f"limits: {{host_memory: {limit}}}\ndump: {{level: mix}}\n")
+    (found,) = run_forked(
+        1, train_with_a_writer_that_is_too_slow, flags(STEPS, config, tmp_path / "out"), 100, timeout=300
+    )
+    assert found["losses"] == reference["losses"]
+    assert found["largest"] < found["held"] <= limit // 2, found
+    (plenty,) = run_forked(1, train_with_a_writer_that_is_too_slow, flags(STEPS, config, tmp_path / "fast"), 0)
+    assert found["resident"] - plenty["resident"] < 4 * limit, "memory outside the queue grows"
+    assert summarise(open_run(tmp_path / "out")).steps == list(range(STEPS))
+
+
 @pytest.mark.parametrize("what", ["slow", "EIO"])
 def test_slow_and_failing_writer(tmp_path, expected, what):
     out = tmp_path / "out"

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 
 import pytest
 import torch
@@ -92,6 +93,35 @@ def test_a_fault_changes_no_bit_and_is_told_once(tmp_path, expected, capsys, nam
     if name != "facts":
         assert main(["diagnose", str(out)]) == 1
         assert "injected" in capsys.readouterr().out
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise MemoryError
+
+
+def train_when_nothing_can_be_told(argv):
+    """A fault, an event that cannot be written, a log that is closed, an error that cannot be printed."""
+    from msprobe_megatron.record.directory import RunDirectory
+    from msprobe_megatron.sites.modules import ModuleSite
+
+    def broken(*args, **kwargs):
+        raise Unprintable
+
+    def full(*args, **kwargs):
+        raise MemoryError
+
+    ModuleSite._see, RunDirectory.append_event = broken, full
+    with open(os.devnull) as read_only, contextlib.redirect_stderr(read_only):
+        return train(argv)
+
+
+def test_a_fault_that_cannot_even_be_told(tmp_path, expected):
+    argv = flags(STEPS, probe_file(tmp_path), tmp_path / "out")
+    (found,) = run_forked(1, train_when_nothing_can_be_told, argv)
+    (reference,) = expected("", 1)
+    assert found["losses"] == reference["losses"]
+    assert all(torch.equal(a, b) for a, b in zip(found["parameters"], reference["parameters"], strict=True))
 
 
 def train_strictly(name, argv):

@@ -1,4 +1,4 @@
-"""The last values of every series: a ring a series, from which median and median deviation are taken.
+"""The last steps of every series: a ring a series, from which median and median deviation are taken.
 
 Both are the same whatever one value in the window is, so that one bad step neither raises the bar nor blinds the rule.
 """
@@ -16,20 +16,50 @@ _ROBUST = 1.4826
 
 
 class Usual(NamedTuple):
-    """What is usual for each asked series: how many values say so, their median and robust standard deviation."""
+    """What is usual for each asked series: of how many steps that is known, the median, the robust deviation."""
 
-    values: Numbers
+    steps: Numbers
     median: Floats
     deviation: Floats
 
 
+class Steps:
+    """What is usual for a series, from its last `window` steps; a step counts once, however many microbatches it has.
+
+    The deviation is that from step to step or, where that is larger, that between the microbatches of a step.
+
+    Example::
+
+        steps = Steps(window=32)
+        steps.add(series, values)          # all values of one step
+        steps.usual(series).median
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._levels, self._spreads = History(window), History(window)
+
+    def add(self, series: Numbers, values: Floats) -> None:
+        """Take up the values of one step; those that are not finite, or of series -1, are left out."""
+        keep = (series >= 0) & np.isfinite(values)
+        numbers, levels, spreads = _by_series(series[keep], values[keep])
+        self._levels.add(numbers, levels)
+        self._spreads.add(numbers, spreads)
+
+    def usual(self, series: Numbers) -> Usual:
+        """Steps, median and deviation of each series; NaN where nothing is known."""
+        levels = self._levels.usual(series)
+        between = self._spreads.usual(series).median * _ROBUST
+        return levels._replace(deviation=np.fmax(levels.deviation, between))
+
+
 class History:
-    """Rings of the last `window` finite values; memory is `series` x `window` numbers of eight bytes.
+    """Rings of the last `window` values of each series; memory is `series` x `window` numbers of eight bytes.
 
     Example::
 
         history = History(window=32)
-        history.add(np.array([0, 1, 0]), np.array([1.5, 2.0, np.nan]))
+        history.add(np.array([0, 1]), np.array([1.5, 2.0]))
         history.usual(np.array([0, 1])).median
     """
 
@@ -39,38 +69,29 @@ class History:
         self._total = np.zeros(0, np.int64)
 
     def add(self, series: Numbers, values: Floats) -> None:
-        """Take up values, in order; those that are not finite, or of series -1, are left out."""
-        keep = (series >= 0) & np.isfinite(values)
-        series, values = series[keep], values[keep]
+        """Take up one finite value of each of these series, which are all different."""
         if not len(series):
             return
         self._grow(int(series.max()) + 1)
-        order = np.argsort(series, kind="stable")
-        series, values = series[order], values[order]
-        first = np.flatnonzero(np.diff(series, prepend=-1))
-        counts = np.diff(np.append(first, len(series)))
-        within = np.arange(len(series)) - np.repeat(first, counts)
-        # Of more values than the ring has room for, the last ones stay.
-        last = within >= np.repeat(counts, counts) - self.window
-        places = (self._total[series] + within) % self.window
-        self._values[series[last], places[last]] = values[last]
-        self._total[series[first]] += counts
+        self._values[series, self._total[series] % self.window] = values
+        self._total[series] += 1
 
     def usual(self, series: Numbers) -> Usual:
-        """Count, median and deviation of each series; NaN where nothing is known."""
+        """How many values each series has, their median and deviation; NaN where nothing is known."""
         known = np.where((series >= 0) & (series < len(self._total)), series, -1)
-        if not len(self._total):
-            nothing = np.full(len(series), np.nan)
-            return Usual(np.zeros(len(series), np.int64), nothing, nothing)
-        distinct, back = np.unique(known, return_inverse=True)
-        values = self._values[distinct]
-        count = np.minimum(self._total[distinct], self.window)
-        count[distinct < 0] = 0
-        median = _middle(values, count)
-        with np.errstate(invalid="ignore"):
-            apart = np.where(np.isfinite(values), np.abs(values - median[:, None]), np.inf)
-        deviation = _ROBUST * _middle(apart, count)
-        return Usual(count[back], median[back], deviation[back])
+        steps = np.zeros(len(series), np.int64)
+        median, deviation = np.full(len(series), np.nan), np.full(len(series), np.nan)
+        if len(self._total):
+            steps = np.where(known >= 0, np.minimum(self._total[known], self.window), 0)
+        for count in np.unique(steps[steps > 0]):
+            these = np.flatnonzero(steps == count)
+            median[these], deviation[these] = _projected(self._in_order(known[these], int(count)))
+        return Usual(steps, median, deviation)
+
+    def _in_order(self, series: Numbers, count: int) -> Floats:
+        """The values of series that have this many, oldest first."""
+        first = self._total[series] % self.window if count == self.window else np.zeros(len(series), np.int64)
+        return np.asarray(self._values[series[:, None], (first[:, None] + np.arange(count)) % self.window])
 
     def _grow(self, series: int) -> None:
         have = len(self._total)
@@ -80,9 +101,31 @@ class History:
             self._total = np.concatenate((self._total, np.zeros(more, np.int64)))
 
 
-def _middle(values: Floats, count: Numbers) -> Floats:
-    """Median of the first `count` of each line, smallest first; empty places hold infinity and come last."""
-    ordered = np.sort(values, axis=1)
-    lines = np.arange(len(values))
-    low, high = ordered[lines, np.maximum(count - 1, 0) // 2], ordered[lines, count // 2]
-    return np.where(count > 0, (low + high) / 2, np.nan)
+def _projected(values: Floats) -> tuple[Floats, Floats]:
+    """Median and robust deviation of each line, with its trend taken to the step that comes.
+
+    A loss falls and a norm grows all the time; without the trend, what is usual would be what was usual long ago. The
+    slope is the median of the changes over half of the line, which a few outliers do not move.
+    """
+    count = values.shape[1]
+    half = max(count // 2, 1)
+    slope = np.median(values[:, half:] - values[:, :-half], axis=1) / half if count > 1 else np.zeros(len(values))
+    ahead = values + slope[:, None] * np.arange(count, 0, -1)
+    median = np.median(ahead, axis=1)
+    return median, _ROBUST * np.median(np.abs(ahead - median[:, None]), axis=1)
+
+
+def _by_series(series: Numbers, values: Floats) -> tuple[Numbers, Floats, Floats]:
+    """The distinct series with the median of their values and the median distance from it."""
+    if len(np.unique(series)) == len(series):
+        return series, values, np.zeros(len(series))
+    numbers, levels = _medians(series, values)
+    apart = np.abs(values - levels[np.searchsorted(numbers, series)])
+    return numbers, levels, _medians(series, apart)[1]
+
+
+def _medians(series: Numbers, values: Floats) -> tuple[Numbers, Floats]:
+    order = np.lexsort((values, series))
+    numbers, first, count = np.unique(series[order], return_index=True, return_counts=True)
+    ordered = values[order]
+    return numbers, (ordered[first + (count - 1) // 2] + ordered[first + count // 2]) / 2

@@ -13,17 +13,18 @@ import numpy as np
 
 from msprobe_megatron.config import Alert
 from msprobe_megatron.config.expressions import parse_expression
-from msprobe_megatron.probes.alerts.history import History, Usual
+from msprobe_megatron.probes.alerts.history import Steps, Usual
 from msprobe_megatron.probes.alerts.seen import Columns, Flags, Floats, Numbers
 
 ENOUGH = 8
-"""Values of a series that must have been seen before it is judged against them."""
-_SPIKE, _VANISH = 0.5, 1e-3
+"""Steps of a series that must have been seen before it is judged against them."""
+_SPIKE, _SPIKE_OF_LOSS, _VANISH = 2.0, 0.25, 1e-3
 _MOSTLY_ZERO = 0.99
 _REDUCED = ("grad_reduced", "grad_clipped")
 _GRADIENTS = ("gradient", "grad_unreduced", *_REDUCED)
 # Rows that have a size of their own to spike or vanish; token ids, times and verdicts have not.
 _SIZED = ("activation", *_GRADIENTS, "update", "optimizer_state", "parameter", "loss")
+_MOVING = ("activation", *_GRADIENTS, "update", "loss")
 # They are set by the script and may jump.
 _SETTINGS = ("loss_scale", "lr", "learning_rate", "skipped")
 _EXPERT = re.compile(r"(?:^|.*\.)(?:local_)?experts\.\d+(?=\.|$)")
@@ -81,6 +82,8 @@ class NonFinite(Rule):
 class Limit(Rule):
     """An absolute value above the threshold."""
 
+    kinds = (*_SIZED, "comm")
+
     def judge(self, step: Step) -> list[Hit]:
         """Every row whose largest absolute value is above it."""
         largest, most = step.columns["absmax"], self.alert.threshold or 0.0
@@ -111,46 +114,54 @@ class Custom(Rule):
 
 
 class Spike(Rule):
-    """A norm far above or below what is usual for the series, by ratio and by robust deviations."""
+    """A root mean square far above or below what is usual for the series, by ratio and by robust deviations."""
 
-    kinds = _SIZED
+    kinds = _MOVING
 
-    def __init__(self, alert: Alert, history: History) -> None:
+    def __init__(self, alert: Alert, history: Steps) -> None:
         super().__init__(alert)
         self._history = history
-        self._ratio = float(np.log1p(_SPIKE if alert.threshold is None else alert.threshold))
 
     def judge(self, step: Step) -> list[Hit]:
-        """Every row whose norm is further from the median, on the scale of logarithms, than both bounds."""
-        chosen = np.flatnonzero(step.chosen & ~np.isin(step.columns["name"], _SETTINGS))
+        """Every row whose size is further from the median, on the scale of logarithms, than both bounds."""
+        chosen = np.flatnonzero(step.chosen & _floating(step.columns) & ~np.isin(step.columns["name"], _SETTINGS))
         usual, logs = self._history.usual(step.series[chosen]), logarithms(step.columns)[chosen]
         with np.errstate(invalid="ignore"):
-            bound = np.maximum(self._ratio, self.alert.deviations * usual.deviation)
-            odd = (usual.values >= _enough(self._history)) & np.isfinite(logs) & (np.abs(logs - usual.median) > bound)
+            losses = (step.columns["kind"] == "loss") & (step.columns["name"] != "grad_norm")
+            # Of few steps the deviation is itself uncertain, and there are thousands of series to be wrong about.
+            deviations = self.alert.deviations * (1 + 2 * ENOUGH / np.maximum(usual.steps, 1))
+            bound = np.maximum(self._ratios(losses[chosen]), deviations * usual.deviation)
+            odd = (usual.steps >= _enough(self._history)) & np.isfinite(logs) & (np.abs(logs - usual.median) > bound)
         return [_against_usual(int(chosen[i]), float(logs[i]), usual, int(i)) for i in np.flatnonzero(odd)]
+
+    def _ratios(self, losses: Flags) -> Floats:
+        """How far is far, where the probe file does not say: a loss need not double to be a bad sign."""
+        if self.alert.threshold is not None:
+            return np.full(len(losses), np.log1p(self.alert.threshold))
+        return np.where(losses, np.log1p(_SPIKE_OF_LOSS), np.log1p(_SPIKE))
 
 
 class Vanish(Rule):
-    """A norm that collapsed, or a tensor that is all of a sudden nothing but zeros."""
+    """A root mean square that collapsed, or a tensor that is all of a sudden nothing but zeros."""
 
     kinds = ("activation", *_GRADIENTS)
 
-    def __init__(self, alert: Alert, history: History) -> None:
+    def __init__(self, alert: Alert, history: Steps) -> None:
         super().__init__(alert)
-        self._history, self._zeros = history, History(history.window)
+        self._history, self._zeros = history, Steps(history.window)
         self._ratio = float(np.log(_VANISH if alert.threshold is None else alert.threshold))
 
     def judge(self, step: Step) -> list[Hit]:
-        """Every row whose norm is below the share of the median that the threshold gives, or whose zeros jumped."""
-        chosen = np.flatnonzero(step.chosen & (step.columns["numel"] > 0))
+        """Every row whose size is below the share of the median that the threshold gives, or whose zeros jumped."""
+        chosen = np.flatnonzero(step.chosen & (step.columns["numel"] > 0) & _floating(step.columns))
         series, columns = step.series[chosen], step.columns
         bad = columns["n_nan"] + columns["n_inf"]
         usual, zeros = self._history.usual(series), self._zeros.usual(series)
         share, logs = columns["zeros"][chosen], logarithms(columns)[chosen]
         enough = _enough(self._history)
         with np.errstate(invalid="ignore"):
-            collapsed = (usual.values >= enough) & (logs - usual.median < self._ratio) & (bad[chosen] == 0)
-            emptied = (zeros.values >= enough) & (share > _MOSTLY_ZERO) & (zeros.median < _MOSTLY_ZERO / 2)
+            collapsed = (usual.steps >= enough) & (logs - usual.median < self._ratio) & (bad[chosen] == 0)
+            emptied = (zeros.steps >= enough) & (share > _MOSTLY_ZERO) & (zeros.median < _MOSTLY_ZERO / 2)
         self._zeros.add(series, share)
         hits = [_against_usual(int(chosen[i]), float(logs[i]), usual, int(i)) for i in np.flatnonzero(collapsed)]
         for i in np.flatnonzero(emptied & ~collapsed):
@@ -189,7 +200,7 @@ class Replica(Rule):
         return []
 
 
-def make_rule(alert: Alert, histories: dict[int, History]) -> Rule:
+def make_rule(alert: Alert, histories: dict[int, Steps]) -> Rule:
     """The rule that an alert of the probe file asks for; rules with the same window share a history of norms.
 
     Example::
@@ -197,7 +208,7 @@ def make_rule(alert: Alert, histories: dict[int, History]) -> Rule:
         make_rule(Alert("spike", 0.5), histories := {})
     """
     if alert.rule in ("spike", "vanish"):
-        history = histories.setdefault(alert.window, History(alert.window))
+        history = histories.setdefault(alert.window, Steps(alert.window))
         return (Spike if alert.rule == "spike" else Vanish)(alert, history)
     simple: dict[str, Callable[[Alert], Rule]] = {
         **{"nonfinite": NonFinite, "limit": Limit, "custom": Custom},
@@ -207,20 +218,31 @@ def make_rule(alert: Alert, histories: dict[int, History]) -> Rule:
 
 
 def logarithms(columns: Columns) -> Floats:
-    """Logarithm of every norm: minus infinity for zeros, NaN where something is not finite or not there."""
+    """Logarithm of every root mean square: minus infinity for zeros, NaN where something is not finite or not there.
+
+    Not of the norm: an expert gets more tokens in one step than in another.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(columns["n_nan"] + columns["n_inf"] == 0, np.log(columns["norm"]), np.nan)
+        mean = np.log(columns["sumsq"] / columns["numel"]) / 2
+        return np.where(columns["n_nan"] + columns["n_inf"] == 0, mean, np.nan)
 
 
-def _enough(history: History) -> int:
+def _floating(columns: Columns) -> Flags:
+    """Rows of floating-point numbers; counts of tokens and masks have no usual size."""
+    return np.array(["float" in dtype for dtype in columns["dtype"]], bool)
+
+
+def _enough(history: Steps) -> int:
     return min(ENOUGH, history.window)
 
 
 def _against_usual(row: int, log: float, usual: Usual, i: int) -> Hit:
-    norm, median = float(np.exp(log)), float(np.exp(usual.median[i]))
-    times = norm / median if median else float("inf")
-    words = f"norm {norm:.4g} is {times:.3g} times the median {median:.4g} of the last {usual.values[i]} values"
-    return Hit(row, norm, words)
+    size, median = float(np.exp(log)), float(np.exp(usual.median[i]))
+    times = size / median if median else float("inf")
+    words = (
+        f"root mean square {size:.4g} is {times:.3g} times the median {median:.4g} of the last {usual.steps[i]} steps"
+    )
+    return Hit(row, size, words)
 
 
 def _non_finite(columns: Columns, i: Any) -> str:

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 
 from msprobe_megatron.config import Alert
-from msprobe_megatron.probes.alerts.history import History
+from msprobe_megatron.probes.alerts.history import Steps
 from msprobe_megatron.probes.alerts.rules import Hit, Rule, Step, logarithms, make_rule
 from msprobe_megatron.probes.alerts.seen import Columns, Flags, Numbers, SeriesNumbers
 from msprobe_megatron.record.schema import Row
 from msprobe_megatron.record.watching import StepRows
 
+# Inputs that are the same for every sample.
+_NOT_SAMPLES = ("position_ids", "attention_mask")
 Raise = Callable[[Alert, dict[str, Any]], None]
 """`raise_alert(alert, event)`: writes the event, prints the line, acts."""
 
@@ -33,7 +35,7 @@ class Alerts:
 
     def __init__(self, alerts: Sequence[Alert], tell: Raise, failed: Callable[[str], None]) -> None:
         self._tell, self._failed = tell, failed
-        self._histories: dict[int, History] = {}
+        self._histories: dict[int, Steps] = {}
         self._rules = [_Watched(make_rule(alert, self._histories)) for alert in alerts]
         self._numbers = SeriesNumbers()
         self.fired: Counter[str] = Counter()
@@ -123,7 +125,7 @@ def _data_of(rows: StepRows, microbatch: int | None) -> dict[str, Any]:
     """What is known of the samples of a microbatch: digests of its inputs."""
     found: dict[str, Any] = {}
     for row in rows.rows:
-        if row.kind == "data" and row.microbatch == microbatch and microbatch is not None:
+        if row.kind == "data" and row.microbatch == microbatch is not None and not row.name.endswith(_NOT_SAMPLES):
             digest = row.digest
             if digest is None and rows.digests is not None and row.slot >= 0:
                 digest = int(rows.digests[row.slot])

@@ -1,4 +1,4 @@
-"""Examined results of a few steps on their way to disk: judged in the writer thread, where their figures have arrived."""
+"""Examined results of a few steps on their way to disk: judged in the writer thread, where their figures arrive."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _row(seen: Examined, verdict: Verdict) -> Row:
         "profile": seen.profile,
         "class": seen.kind,
         "call": seen.number,
-        "layer": layer_of(seen.name),
+        "layer": layer_of(seen.name.partition("/")[0]),
         **verdict.figures,
     }
     return Row(

@@ -1,9 +1,9 @@
 """Which calls are examined in which step, so that all are in a few steps and none costs more than its share.
 
 From a step in which calls are only seen, with the shapes of their tensors: what a call costs and what examining it
-would cost, by a model of the machine that knows no clock. So all ranks that run the same calls come to the same plan, and
-none of them waits for another that examines more. A call belongs to a step by a hash of its name. Shapes that depend
-on the data (tokens of an expert) do not enter the plan.
+would cost, by a model of the machine that knows no clock. So all ranks that run the same calls come to the same plan,
+and none of them waits for another that examines more. A call belongs to a step by a hash of its name. Shapes that
+depend on the data (tokens of an expert) do not enter the plan.
 """
 
 from __future__ import annotations

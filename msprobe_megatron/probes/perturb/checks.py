@@ -1,7 +1,7 @@
 """The checks themselves: a call, its live result, and a line to put figures into. One function a mode.
 
-All run without gradients, unseen by modes and hooks, on tensors that are only read. A second result is compared whole; the
-exact one, in 64 bits, on rows.
+All run without gradients, unseen by modes and hooks, on tensors that are only read. A second result is compared whole;
+the exact one, in 64 bits, on rows.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from msprobe_megatron.measure import pair
 from msprobe_megatron.probes.perturb import noise, reference, twins
 from msprobe_megatron.probes.perturb.figures import PLACE, REFERENCE
-from msprobe_megatron.probes.perturb.sampling import Sample, sample
+from msprobe_megatron.probes.perturb.sampling import Sample, sample, terms_of
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Check = Callable[["Case", torch.Tensor], None]
 _DX, _X, _SUM = PLACE["dx_squares"], PLACE["x_squares"], PLACE["input_sum"]
 _HOST = slice(PLACE["cpu_abs"], PLACE["cpu_balance"] + 1)
 _EXACT = (torch.bfloat16, torch.float16, torch.float32)
@@ -75,7 +76,8 @@ def precision(case: Case, line: torch.Tensor) -> None:
 def host(case: Case, line: torch.Tensor) -> None:
     """The whole call on the host, in 64 bits."""
     if case.live.dtype in _EXACT and case.live.numel():
-        part = Sample(case.args, case.kwargs, lambda x: x.to("cpu"), 1)
+        case.terms = terms_of(case.kind, case.args, case.live)
+        part = Sample(case.args, case.kwargs, lambda x: x.to("cpu"), case.terms)
         _exact(case, part, line, lambda x: twins.double(x.to("cpu")))
     _input_sum(case, line)
 
@@ -123,7 +125,7 @@ def swapped_rows(case: Case, line: torch.Tensor) -> None:
     _input_sum(case, line)
 
 
-def as_msprobe(mode: str) -> Callable[[Case, torch.Tensor], None]:
+def as_msprobe(mode: str) -> Check:
     """Msprobe's comparison of a whole second result, for one of its modes."""
 
     def check(case: Case, line: torch.Tensor) -> None:
@@ -208,7 +210,7 @@ def _input_sum(case: Case, line: torch.Tensor) -> None:
     line[_SUM] = total
 
 
-ULP: dict[str, Callable[[Case, torch.Tensor], None]] = {
+ULP: dict[str, Check] = {
     "improve_precision": precision,
     "no_change": repeat,
     "add_noise": ulp_noise,

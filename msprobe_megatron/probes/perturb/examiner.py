@@ -1,7 +1,7 @@
 """The probe: is handed calls by the site, runs them, examines or replaces them, and keeps what it found.
 
-The only reader of the `perturb` section during a step. What it finds is a list of `Examined` with lines of figures that stay
-on the device; the words come later, in the writer thread.
+The only reader of the `perturb` section during a step. What it finds is a list of `Examined` with lines of figures that
+stay on the device; the words come later, in the writer thread.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class Examiner:
         module = where.module
         in_step = self._counts[api]
         self._counts[api] = in_step + 1
+        if where.phase == "backward":
+            module = f"{module}/backward"
         name = None
         if self.chosen is None or (name := call_name(module, api, number)) in self.chosen:
             meant = self.asked.scope or (module, api, number) not in self._asked_for
@@ -107,7 +109,8 @@ class Examiner:
         try:
             with _own_work(), torch.no_grad():
                 if self.observe is not None:
-                    self.observe(name, where, api, args, kwargs, result)
+                    if self.asked.stage == "forward" or where.phase == "backward" or _has_node(result):
+                        self.observe(name, where, api, args, kwargs, result)
                 elif self.asked.stage == "forward" or where.phase == "backward":
                     self._each_output(api, name, in_step, where, function, args, kwargs, result)
                 elif self.watch_gradients is not None:
@@ -129,11 +132,13 @@ class Examiner:
             )  # fmt: skip
             self.examine(case, name, in_step, where, path)
 
-    def examine(self, case: Case, name: str, in_step: int, where: Any, path: str) -> None:
-        """Put a case through the check of the mode and keep what is known of it."""
+    def examine(
+        self, case: Case, name: str, in_step: int, where: Any, path: str, check: checks.Check | None = None
+    ) -> None:
+        """Put a case through the check of the mode (or another one) and keep what is known of it."""
         number, line = self._figures.take()
         try:
-            self._check(case, line)
+            (check or self._check)(case, line)
             if self.walk is not None and self.walk.takes(case.api):
                 checks.on_host(case, line)
         except Refused:
@@ -148,9 +153,23 @@ class Examiner:
         live = case.live
         self.found.append(
             Examined(
-                number, self._clock.step, self._clock.tick(), name, case.api, in_step, where.chunk, where.phase,
-                where.moment.microbatch, path, case.kind, case.terms, str(live.dtype).removeprefix("torch."),
-                tuple(live.shape), self.asked.mode, self.asked.stage, self.profile,
+                number,
+                self._clock.step,
+                self._clock.tick(),
+                name,
+                case.api,
+                in_step,
+                where.chunk,
+                where.phase,
+                where.moment.microbatch,
+                path,
+                case.kind,
+                case.terms,
+                str(live.dtype).removeprefix("torch."),
+                tuple(live.shape),
+                self.asked.mode,
+                self.asked.stage,
+                self.profile,
             )  # fmt: skip
         )
 
@@ -185,6 +204,10 @@ def outputs(result: Any) -> list[tuple[str, torch.Tensor, Callable[[Any], torch.
         for index, item in enumerate(result)
         if isinstance(item, torch.Tensor) and item.is_floating_point() and type(item) in _PLAIN
     ]
+
+
+def _has_node(result: Any) -> bool:
+    return isinstance(result, torch.Tensor) and result.grad_fn is not None
 
 
 def _itself(result: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where the figures of examined calls wait, on the device that computed them, until a few steps are written together."""
+"""Where the figures of examined calls wait, on the device that computed them, until a few steps are written."""
 
 from __future__ import annotations
 

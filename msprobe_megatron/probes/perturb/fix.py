@@ -1,7 +1,7 @@
 """Fix: the operator replaced by its twin, forward and backward.
 
-The twin's own graph is what backward runs, so that the gradient belongs to the value. With `stage: backward` the live value
-stays and only its gradient is the twin's.
+The twin's own graph is what backward runs, so that the gradient belongs to the value. With `stage: backward` the live
+value stays and only its gradient is the twin's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ class _Swapped(torch.autograd.Function):
         return live.detach().clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
+
+
+_swapped: Any = _Swapped.apply
 
 
 def fixed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mode: str, stage: str) -> Any:
@@ -50,7 +53,7 @@ def replaced(
     device = next((x.device for x in _tensors((args, kwargs))), None)
     better = twin(*twins.convert(args, change), **twins.convert(kwargs, change))
     if stage == "backward":
-        return _both(better, original(*args, **kwargs))
+        return both(better, original(*args, **kwargs))
     wanted = iter(dtypes)
 
     def back(x: torch.Tensor) -> torch.Tensor:
@@ -75,13 +78,19 @@ _LEARNED: dict[Any, tuple[torch.dtype, ...]] = {}
 _MOST = 4096
 
 
-def _both(better: Any, live: Any) -> Any:
+def both(better: Any, live: Any) -> Any:
+    """The live values with the gradients of the better ones.
+
+    Example::
+
+        y = both(softmax(x.float()), softmax(x))
+    """
     if isinstance(live, torch.Tensor):
         if not (live.is_floating_point() and isinstance(better, torch.Tensor) and better.requires_grad):
             return live
-        return _Swapped.apply(better.to(live.dtype).to(live.device), live)
+        return _swapped(better.to(live.dtype).to(live.device), live)
     if isinstance(live, list | tuple):
-        return type(live)(_both(a, b) for a, b in zip(better, live, strict=True))
+        return type(live)(both(a, b) for a, b in zip(better, live, strict=True))
     return live
 
 

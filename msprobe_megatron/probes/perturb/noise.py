@@ -26,8 +26,6 @@ _MIX = 0x9E3779B97F4A7C15
 _ALL = (1 << 64) - 1
 
 
-
-
 def sign_of(dim: int, index: int) -> int:
     """The part of a sign that an index along a dimension gives.
 

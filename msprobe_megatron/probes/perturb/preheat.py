@@ -1,9 +1,9 @@
 """Preheat: thresholds of msprobe's ratio learned in the first steps, one for each API and dtype.
 
 The first step that is seen, whatever its number, counts the calls of each API. In the steps after it a walk over the
-calls takes a few of them each step, until all were taken once; each of these is also computed on the host, whose verdict
-says whether the ratio was that of a healthy call. In forward and in backward. Judging and learning both happen in the
-writer thread, in the order of execution, so a threshold does not depend on how far behind that thread is.
+calls takes a few of them each step, until all were taken once; each of these is also computed on the host, whose
+verdict says whether the ratio was that of a healthy call. In forward and in backward. Judging and learning both happen
+in the writer thread, in the order of execution, so a threshold does not depend on how far behind that thread is.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Preheat:
             if not bad:
                 now = 1 + 2 * (now - 1) if max(good) > now else 1 + (now - 1) / 2
             elif not good or min(bad) > max(good):
-                now = min(min(bad), now)
+                now = min(*bad, now)
                 self._done.add(key)
             self.thresholds[key] = max(now, RATIOS.get(key[1], _FLOOR))
         self._good.clear()

@@ -13,6 +13,7 @@ from torch import nn
 from msprobe_megatron.probes.perturb.safety import Guard, Refused, refusal, refusal_of_call
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_cuda: Any = torch.cuda
 _MOST_KINDS = 1 << 14
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 
@@ -69,6 +70,13 @@ class Rerunner:
             self._watched.add(key)
         return result
 
+    def prove(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let a call run under the guard once for each kind of arguments, before it is repeated in another way."""
+        key = (function, tuple(map(_kind, args)), tuple((k, _kind(v)) for k, v in kwargs.items()))
+        if key not in self._watched:
+            with torch.no_grad():
+                self.run(function, args, kwargs)
+
     def forbid(self, function: Callable[..., Any], reason: str) -> None:
         """Never again."""
         self._refused[function] = reason
@@ -78,7 +86,7 @@ class Rerunner:
 def random_states() -> list[torch.Tensor]:
     """States of the random generators of this process: of the host, and of the device it computes on."""
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if _cuda.is_available() and _cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return states
 

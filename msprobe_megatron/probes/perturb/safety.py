@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _python_dispatch
 
+_Mode: Any = _python_dispatch.TorchDispatchMode
 _COLLECTIVE = re.compile(
     r"distributed|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast$|barrier|(^|\.)i?(send|recv)$"
     r"|_parallel_region|p2p"
@@ -84,7 +85,7 @@ def _draws(op: Any) -> bool:
     return _SEEDED is not None and _SEEDED in op.tags
 
 
-class Guard(TorchDispatchMode):
+class Guard(_Mode):  # type: ignore[misc]
     """Refuses, before it runs, what must not run twice; memory that was made under the guard may be written to.
 
     Example::
@@ -103,7 +104,7 @@ class Guard(TorchDispatchMode):
         name = op._schema.name
         if op.namespace == "c10d" or op.namespace.startswith("_c10d") or _COLLECTIVE.search(name):
             raise Refused("collective")
-        if name in _WAITS:
+        if name in _WAITS and not all(tensor.is_cpu for tensor in _tensors(args)):
             raise Refused("reads a number back")
         if _draws(op) and not _without_dropout(op, args, kwargs):
             raise Refused("random")

@@ -29,6 +29,8 @@ class Sample(NamedTuple):
     kwargs: dict[str, Any]
     cut: Cut
     terms: int
+    batches: bool = False
+    """Whether only batches of matrices were cut, so that gradients of all factors can be computed."""
 
 
 @lru_cache(maxsize=1024)
@@ -46,24 +48,33 @@ def spread(size: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def sample(
-    api: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor, rows: int
+    api: str,
+    kind: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: torch.Tensor,
+    rows: int,
+    *,
+    backward: bool = False,
 ) -> Sample | None:
     """The rows of a call to compute again; None where there is no way. ``rows`` 0 takes everything.
+
+    ``backward`` cuts products of matrices along batches only: a gradient needs the whole of the other factor.
 
     Example::
 
         part = sample("torch.softmax", "softmax", (x, -1), {}, y, rows=16)
         exact = torch.softmax(part.args[0].double(), -1)      # to be compared with part.cut(y)
     """
-    terms = _terms(kind, args, result)
+    terms = terms_of(kind, args, result)
     if rows == 0 or result.dim() == 0:
         return _whole(args, kwargs, terms, limited=rows != 0)
     if kind == "gemm":
-        found = _gemm(short_name(api), args, kwargs, result, rows, terms)
+        found = _gemm(short_name(api), args, kwargs, result, rows, terms, backward)
         return found or _whole(args, kwargs, terms, limited=True)
     free = _free_dims(kind, args, kwargs, result)
     if free:
-        dim = max(free, key=lambda d: result.size(d))
+        dim = max(free, key=result.size)
         row = result.numel() // max(result.size(dim), 1)
         count = max(2, min(MOST_ELEMENTS // max(row, 1), rows if row > 1 else MOST_ELEMENTS))
         if count >= result.size(dim):
@@ -90,8 +101,13 @@ def _whole(args: tuple[Any, ...], kwargs: dict[str, Any], terms: int, *, limited
     return None if limited and size > _WHOLE_ELEMENTS else Sample(args, kwargs, _same, terms)
 
 
-def _terms(kind: str, args: tuple[Any, ...], result: torch.Tensor) -> int:
-    """How many numbers an element of the result is made from."""
+def terms_of(kind: str, args: tuple[Any, ...], result: torch.Tensor) -> int:
+    """How many numbers an element of the result is made from.
+
+    Example::
+
+        terms_of("gemm", (torch.ones(2, 8), torch.ones(8, 3)), torch.ones(2, 3))      # 8
+    """
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
     if not tensors or kind == "elementwise":
         return 1
@@ -144,8 +160,14 @@ def _each(args: tuple[Any, ...], kwargs: dict[str, Any], cut: Cut) -> tuple[tupl
     return tuple(map(apply, args)), {key: apply(value) for key, value in kwargs.items()}
 
 
-def _gemm(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor, rows: int, terms: int
+def _gemm(  # noqa: PLR0911, PLR0912 (one test after another: is this a product whose rows are known)
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: torch.Tensor,
+    rows: int,
+    terms: int,
+    backward: bool,
 ) -> Sample | None:
     """Rows of the first factor, columns of the second, and where both have batches a few of these."""
     added = {"addmm": 1, "baddbmm": 1}.get(name, 0)
@@ -162,13 +184,17 @@ def _gemm(
         return None
     # Dimensions of the result: batches, then rows of the left, then columns of the right.
     picks: dict[int, torch.Tensor] = {}
-    leading = list(range(top - 1))
-    wide = max(leading, key=lambda d: result.size(d))
+    if backward and not batched:
+        return None
+    leading = list(range(top - 2 if backward else top - 1))
+    wide = max(leading, key=result.size)
     for dim in leading:
         count = rows if dim == wide else max(1, min(4, MOST_ELEMENTS // (rows * _COLUMNS)))
+        if backward:
+            count = 2
         if result.size(dim) > count:
             picks[dim] = spread(result.size(dim), max(count, 2), device)
-    if result.size(-1) > _COLUMNS:
+    if result.size(-1) > _COLUMNS and not backward:
         picks[top - 1] = spread(result.size(-1), _COLUMNS, device)
     rows_of_right = name == "linear"
     for dim, index in picks.items():
@@ -191,4 +217,4 @@ def _gemm(
     others = {key: cut(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
     if math.prod(result.shape) == 0:
         return None
-    return Sample((*before, left, right, *after), others, cut, terms)
+    return Sample((*before, left, right, *after), others, cut, terms, batches=batched and backward)

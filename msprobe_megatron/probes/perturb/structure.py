@@ -1,7 +1,8 @@
 """Calls whose constants differ from those of the same call in the other layers: a wrong constant on one layer.
 
-Layers of one model run the same code, so the numbers that are written in it are the same in every layer. A call at the same
-place of the same module that is given another constant in one layer than in nearly all others is odd. Needs no second run.
+Layers of one model run the same code, so the numbers that are written in it are the same in every layer. A call at the
+same place of the same module that is given another constant in one layer than in nearly all others is odd. Needs no
+second run.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Structure:
 
     def saw(self, name: str, api: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take note of a call; the first of its name counts."""
-        if layer_of(name) is None:
+        if layer_of(name.partition("/")[0]) is None:
             return
         place = _LAYER.sub(r"\1layers.*", name, count=1)
         constants = tuple(float(v) for v in (*args, *kwargs.values()) if type(v) is float)

@@ -1,8 +1,8 @@
 """The same call at higher precision, or on the host: its arguments changed, nothing else.
 
-A result of 16 bits has its twin in 32 where all of it is computed (fix, `profile: msprobe`), and everything has it in 64
-where a few rows are. A module's twin is given its parameters converted; with `twin: sibling` it is the code of the same
-module in another layer, run with this one's parameters.
+A result of 16 bits has its twin in 32 where all of it is computed (fix, `profile: msprobe`), and everything has it in
+64 where a few rows are. A module's twin is given its parameters converted; with `twin: sibling` it is the code of the
+same module in another layer, run with this one's parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NESTING = 4
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def convert(value: Any, change: Change, depth: int = 0) -> Any:
+def convert(value: Any, change: Change, depth: int = 0) -> Any:  # noqa: PLR0911 (one for each container)
     """Containers of the same shape with every tensor changed.
 
     Example::

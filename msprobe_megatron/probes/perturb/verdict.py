@@ -64,7 +64,9 @@ class Verdict(NamedTuple):
     figures: dict[str, Any]
 
 
-def judge(seen: Examined, line: npt.NDArray[np.float64], threshold: float | None = None) -> Verdict:
+def judge(  # noqa: PLR0911 (the worst word first)
+    seen: Examined, line: npt.NDArray[np.float64], threshold: float | None = None
+) -> Verdict:
     """The verdict on one examined result; ``threshold`` replaces msprobe's for the ratio (preheat).
 
     Example::
@@ -154,7 +156,9 @@ def host_verdict(seen: Examined, values: Mapping[str, float]) -> Verdict:
     parts = [values["cpu_abs"] / limit, values["cpu_rel"] / limit, abs(values["cpu_balance"]) / HOST_BALANCE]
     worst = max((part for part in parts if not math.isnan(part)), default=0.0)
     shown = {"max_rel": None, "threshold": limit, "cpu_abs": values["cpu_abs"], "cpu_rel": values["cpu_rel"]}
-    return Verdict("changed" if worst > 1 else "ok", worst, {k: v for k, v in shown.items() if v == v})
+    return Verdict(
+        "changed" if worst > 1 else "ok", worst, {k: v for k, v in shown.items() if v is None or not math.isnan(v)}
+    )
 
 
 def _part(value: float, limit: float) -> float:

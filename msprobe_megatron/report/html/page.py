@@ -11,8 +11,10 @@ from string import Template
 from typing import Any
 
 from msprobe_megatron.analyse.compare import Comparison, compare
+from msprobe_megatron.analyse.exchanges import exchanges
 from msprobe_megatron.analyse.load import Run
 from msprobe_megatron.analyse.summary import warnings
+from msprobe_megatron.analyse.view_comm import carry, communication
 from msprobe_megatron.analyse.view_findings import Verdict, verdict_of
 from msprobe_megatron.analyse.view_heat import heat_maps
 from msprobe_megatron.analyse.view_log import events, ledgers, verdict_rows
@@ -48,35 +50,49 @@ def page_data(run: Run, golden: Run | None = None) -> dict[str, Any]:
     heat = heat_maps(view, important)
     parts = shards(view, verdict.steps)
     log = {**events(run), "warnings": said, "ledgers": ledgers(run), "verdicts": verdict_rows(view)}
-    notes = [note for part in (trends, heat, parts, log, log["ledgers"]) for note in part.pop("notes")]
+    exchanged = communication(run, [*verdict.steps, *run.steps[-1:]])
+    notes = [note for part in (trends, heat, parts, log, log["ledgers"], exchanged) for note in part.pop("notes")]
+    shown_stages = stages(view)
     return {
         "run": _facts(run),
         "verdict": verdict.as_dict(),
         "series": trends,
         "losses": losses(view),
         "heat": heat,
-        "stages": stages(view),
+        "stages": shown_stages,
         "sites": sites(view),
         "shards": parts,
         "ranks": rank_grid(view),
         "replicas": replicas,
+        "comm": exchanged,
         "log": log,
         "notes": notes,
-        "versus": None if golden is None or comparison is None else _versus(golden, run, comparison, verdict),
+        "versus": None
+        if golden is None or comparison is None
+        else _versus(golden, run, comparison, verdict, shown_stages),
     }
 
 
-def _versus(golden: Run, run: Run, comparison: Comparison, verdict: Verdict) -> dict[str, Any]:
+def _versus(
+    golden: Run, run: Run, comparison: Comparison, verdict: Verdict, of_run: list[dict[str, Any]]
+) -> dict[str, Any]:
     trends: dict[str, Any] = {"steps": [], "tensors": []}
     curves = None
     if golden.files:
         view: View = open_view(golden)
         trends, curves = series(view, set(verdict.steps)), losses(view)
+    path = flow(comparison)
+    if path:
+        ranks_of: dict[str, list[int]] = {}
+        for stage in of_run:
+            for name in stage["names"]:
+                ranks_of.setdefault(name, []).extend(stage["ranks"])
+        carry(path, exchanges(run, path[0]["step"]), ranks_of)
     return {
         "run": _facts(golden),
         "comparison": comparison.as_dict(),
         "states": states(comparison),
-        "flow": flow(comparison),
+        "flow": path,
         "map": difference_map(comparison),
         "arguments": argument_differences(golden, run),
         "series": trends,

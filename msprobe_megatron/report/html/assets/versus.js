@@ -16,7 +16,7 @@ function flowCard() {
   const first = VERSUS.comparison.first_divergence;
   const stops = VERSUS.flow.map((entry) => h("div", { class: `stop${entry.first ? " first" : ""}`, onclick: () => showTensor(entry.key, entry.step) },
     h("div", { class: "dot" }, h("i", { class: `v-${entry.state}` })),
-    h("div", null, h("span", { class: "key" }, entry.name), " ", h("span", { class: "what" }, `${labelOf(entry)} · ${entry.op}${stageOf(entry.name)}`)),
+    h("div", null, h("span", { class: "key" }, entry.name), " ", h("span", { class: "what" }, `${labelOf(entry)} · ${entry.op}${stageOf(entry.name)}`), (entry.carried || []).map((text) => h("div", { class: "muted carried" }, `carried by ${text}`))),
     h("div", { class: "pair mono" }, `${num(entry.golden.norm, 6)} | ${num(entry.run.norm, 6)}${entry.run.bad ? ` (${entry.run.bad} non-finite)` : ""}`),
     h("div", { class: "pair" }, h("span", { class: `badge ${{ agree: "good", diverged: "bad", inherited: "note" }[entry.state] || ""}` }, entry.first ? "first divergence" : STATE_WORDS[entry.state]))));
   return card("How it came about", `step ${first.step}${first.microbatch === null ? "" : `, microbatch ${first.microbatch}`}: in order of cause, norms of golden | this run; error ${first.error === null ? "infinite" : num(first.error, 3)}, rounding explains ${num(first.tolerance, 3)}; ranks ${span(first.ranks)}`,

@@ -13,9 +13,28 @@ function rankCard(rank, odd) {
   }
   return h("div", { class: `rank ${state}`, "data-rank": rank.rank }, h("b", null, rank.rank), " ",
     h("span", { class: "muted mono" }, used.map((axis) => `${axis}${rank[axis] === null || rank[axis] === undefined ? "?" : rank[axis]}`).join(" ")),
-    h("div", { class: "muted" }, rank.layers.length ? `layers ${span(rank.layers)}` : ""), h("div", { class: "muted" }, silent ? "recorded nothing" : `${rank.rows.toLocaleString("en")} rows`),
+    h("div", { class: "muted" }, rank.layers.length ? `layers ${span(rank.layers)}` : ""), h("div", { class: "muted" }, silent ? "recorded nothing" : `${rank.rows.toLocaleString("en")} rows`), paceOf(rank),
     rank.bad ? h("span", { class: "badge bad" }, `${rank.bad.toLocaleString("en")} non-finite`) : null, odd.has(rank.rank) ? [" ", h("span", { class: "badge note" }, "differs")] : null,
     rank.faults.length ? [" ", h("span", { class: "badge bad", title: rank.faults[0] }, "fault")] : null, rank.closed === false ? [" ", h("span", { class: "badge note" }, "not closed")] : null);
+}
+
+// Seconds a step and memory of a rank; the bar is against the slowest.
+function paceOf(rank) {
+  if (!rank.seconds) return null;
+  const slowest = Math.max(...DATA.ranks.map((other) => other.seconds || 0));
+  return h("div", { class: "muted pace" }, h("i", { css: { width: `${(rank.seconds / slowest) * 60}px` } }), ` ${num(rank.seconds, 3)} s a step${rank.memory ? ` · ${sizeOf(rank.memory)}` : ""}`);
+}
+function sizeOf(bytes) { const units = ["B", "KiB", "MiB", "GiB", "TiB"]; let i = 0; while (bytes >= 1024 && i < 4) { bytes /= 1024; i += 1; } return `${i ? bytes.toFixed(1) : bytes} ${units[i]}`; }
+
+function commCard() {
+  const comm = DATA.comm;
+  if (!comm.count) return null;
+  const sums = comm.totals.map((entry) => h("tr", null, h("td", { class: "mono" }, entry.op), h("td", null, entry.group), h("td", { class: "n" }, entry.calls.toLocaleString("en")), h("td", { class: "n" }, sizeOf(entry.bytes))));
+  const rows = comm.first.map((x) => h("tr", null, h("td", { class: "mono" }, x.op), h("td", null, x.op === "send" ? `${x.ranks[0]} → ${x.ranks[1]}` : `${x.group}: ${span(x.ranks)}`), h("td", { class: "key" }, x.module), h("td", { class: "n" }, x.microbatch === null ? "–" : x.microbatch), h("td", null, x.phase), h("td", { class: "n" }, sizeOf(x.bytes)),
+    h("td", null, x.finding ? h("span", { class: "badge bad" }, x.finding) : h("span", { class: "badge good" }, "matches"))));
+  return card("Communication", `step ${comm.step}: ${plural(comm.count, "exchange")}, what was given beside what arrived; ${comm.wrong ? `${comm.wrong} do not fit` : "all fit"}`,
+    table([{ title: "operation" }, { title: "group" }, { title: "calls", number: true }, { title: "sent a rank", number: true }], sums),
+    h("div", { class: "long" }, table([{ title: "operation" }, { title: "ranks" }, { title: "module" }, { title: "microbatch", number: true }, { title: "phase" }, { title: "size", number: true }, { title: "" }], rows, { id: "communication" })));
 }
 
 function whoTab() {
@@ -29,7 +48,7 @@ function whoTab() {
   });
   return h("div", { class: "stack" },
     card("Ranks", `${plural(DATA.run.world || 1, "rank")}, ${layoutWords(DATA.run.sizes)}; each with its place on every axis${DATA.ranks.length < DATA.run.world ? `; the first ${DATA.ranks.length} are shown` : ""}`, rows),
-    replicasCard(), heatCard("Ranks by step", "what each rank holds, shards as they are", DATA.heat.ranks, "rank", null));
+    replicasCard(), commCard(), heatCard("Ranks by step", "what each rank holds, shards as they are", DATA.heat.ranks, "rank", null));
 }
 // Of several values, the ranks that are outvoted; all of them when there is no majority.
 function minority(groups) {

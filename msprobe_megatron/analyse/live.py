@@ -1,0 +1,125 @@
+"""A running job, seen from outside: losses, gradient norm, sizes by layer, and the last alerts.
+
+Reads what the monitor has written so far and ``events.jsonl``, nothing else; a job that ended looks the same.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from msprobe_megatron.analyse.checked import RunError, rows_problem, run_facts
+from msprobe_megatron.record.events import read_events
+
+_STEPS = re.compile(r"steps_(\d+)_(\d+)\.parquet$")
+_EVENTS = ("alert", "recorder", "fault", "check_missing", "check_fault", "alert_fault")
+MEASURES = {
+    "gradients": "kind = 'grad_reduced'",
+    "activations": "kind = 'activation' and io = 'output' and regexp_matches(name, 'layers\\.\\d+$')",
+}
+# Where gradients are cut over data parallel ranks all of them count, else the first of those that hold the same.
+_LAYERS = r"""
+with chosen as (
+    select step, cast(regexp_extract(name, 'layers\.(\d+)', 1) as integer) as layer, sumsq, shard, dp, cp
+    from rows where {measure} and regexp_matches(name, 'layers\.\d+') and step > {after}
+), cut as (select count(*) filter (where shard like '%flat%') > 0 as flat from chosen)
+select layer, step, sqrt(sum(sumsq)) from chosen, cut where flat or (dp = 0 and cp = 0) group by layer, step
+"""
+_LOSS = """
+select step, name, sum(sum) filter (where path in ('', '0')) as total,
+    sum(sum) filter (where path = '1') as tokens, count(*) filter (where path in ('', '0')) as rows
+from rows where kind = 'loss' and name != 'grad_norm' and step > {after} group by step, name order by name, step
+"""
+_SCALARS = """
+select step, name, max(sum) from rows
+where ((kind = 'loss' and name = 'grad_norm') or (kind = 'scalar' and name = 'learning_rate')
+    or (kind = 'throughput' and name = 'seconds')) and step > {after}
+group by step, name order by step
+"""
+
+
+@dataclass
+class Live:
+    """Everything that `msprobe-megatron watch` shows. Curves are lists over `steps`, None where there is nothing."""
+
+    path: str
+    world: int
+    ranks: int
+    steps: list[int] = field(default_factory=list)
+    age: float | None = None
+    losses: dict[str, list[float | None]] = field(default_factory=dict)
+    scalars: dict[str, list[float | None]] = field(default_factory=dict)
+    measure: str = "gradients"
+    layers: dict[int, list[float | None]] = field(default_factory=dict)
+    alerts: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return asdict(self)
+
+
+def look(path: str | Path, window: int = 60, measure: str | None = None) -> Live:
+    """See the last `window` watched steps of a run.
+
+    Example::
+
+        look("probe_out").losses["lm loss"][-1]
+    """
+    root = Path(path)
+    if not (root / "run.json").is_file():
+        raise RunError(f"{root}: no run.json; expected a run directory such as the --msprobe-output of a job")
+    facts = run_facts(root / "run.json")
+    events = [event for event in read_events(root) if event.get("event") in _EVENTS]
+    files = _files(root, window)
+    live = Live(str(root), int(facts.get("world", 1)), len({file.parent for file in files}))
+    live.alerts = sum(event["event"] == "alert" for event in events)
+    live.events = events[-8:]
+    if files:
+        live.age = time.time() - max(file.stat().st_mtime for file in files)
+        _curves(live, files, window, measure)
+    return live
+
+
+def _files(root: Path, window: int) -> list[Path]:
+    """The monitor's files that may hold one of the last `window` steps; those that cannot be read are left out."""
+    found = [
+        (int(match[2]), file) for file in root.glob("monitor/rank_*/*.parquet") if (match := _STEPS.search(file.name))
+    ]
+    if not found:
+        return []
+    ends = sorted({last for last, _ in found})
+    recent = set(ends[-(window // 50 + 2) :])
+    return [file for last, file in sorted(found) if last in recent and rows_problem(file) is None]
+
+
+def _curves(live: Live, files: list[Path], window: int, measure: str | None) -> None:
+    connection = duckdb.connect()
+    connection.register("rows", connection.read_parquet([str(file) for file in files]))
+    steps = [row[0] for row in connection.execute("select distinct step from rows order by step").fetchall()]
+    live.steps = steps[-window:]
+    after = live.steps[0] - 1 if live.steps else -1
+    for step, name, total, tokens, rows in connection.execute(_LOSS.replace("{after}", str(after))).fetchall():
+        if total is not None:
+            value = total / tokens if tokens else total / rows
+            _put(live, live.losses, name, step, value)
+    for step, name, value in connection.execute(_SCALARS.replace("{after}", str(after))).fetchall():
+        _put(live, live.scalars, name, step, value)
+    for name in [measure] if measure is not None else list(MEASURES):
+        query = _LAYERS.replace("{measure}", MEASURES[name]).replace("{after}", str(after))
+        live.measure = name
+        for layer, step, value in connection.execute(query).fetchall():
+            _put(live, live.layers, layer, step, value)
+        if live.layers:
+            break
+    live.layers = dict(sorted(live.layers.items()))
+
+
+def _put(live: Live, curves: dict[Any, list[float | None]], key: Any, step: int, value: float | None) -> None:
+    curve = curves.setdefault(key, [None] * len(live.steps))
+    curve[live.steps.index(step)] = None if value is None else float(value)

@@ -1,0 +1,48 @@
+"""What a checkpoint holds: tensors by kind and canonical name, each put together only when it is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+PARAMETER = "parameter"
+BUFFER = "optimizer_buffer"
+"""State of the distributed optimizer as it lies in its own buffers: comparable only within one layout."""
+
+Key = tuple[str, str]
+"""Kind (parameter, exp_avg, exp_avg_sq, master, ...) and canonical name."""
+
+
+class CheckpointError(Exception):
+    """A directory that cannot be read as a checkpoint; the text says what is wrong with which file."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor. `load` gives the whole of it; `reason` says why it cannot, and is empty where it can."""
+
+    shape: tuple[int, ...]
+    load: Callable[[], torch.Tensor]
+    reason: str = ""
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint of one iteration.
+
+    Example::
+
+        checkpoint = open_checkpoint("checkpoints/run1")
+        checkpoint.tensors["parameter", "decoder.final_layernorm.weight"].load()
+    """
+
+    path: Path
+    form: str
+    iteration: int | None
+    tensors: dict[Key, Held] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)

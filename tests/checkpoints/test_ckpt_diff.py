@@ -1,0 +1,243 @@
+"""`msprobe-megatron ckpt-diff` on checkpoints that small jobs wrote: layouts and formats agree, faults are named."""
+
+import json
+import os
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from msprobe_megatron.checkpoints.differ import diff
+from msprobe_megatron.checkpoints.held import CheckpointError
+from msprobe_megatron.checkpoints.opening import open_checkpoint
+from msprobe_megatron.checkpoints.plain_pickle import PickleError, read_pickle
+from msprobe_megatron.cli import main
+from tests.checkpoints.jobs import train_and_save
+from tests.distributed.layouts import LAYOUTS, flags_of
+from tests.forked import run_forked
+
+_MORE = {
+    "distopt": (2, "--use-distributed-optimizer"),
+    "bf16": (1, "--bf16"),
+    "bf16_tp2": (2, f"--bf16 {LAYOUTS['tp2'].flags}"),
+}
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """Checkpoints after one step, each written once."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def of(layout, form):
+        path = root / f"{layout}_{form}"
+        if not path.exists():
+            world, flags = _MORE.get(layout) or (LAYOUTS[layout].world, LAYOUTS[layout].flags)
+            argv = [*flags_of("single", dropout=False), *flags.split(), "--train-iters", "1"]
+            path.mkdir()
+            run_forked(world, train_and_save, argv, str(path), form)
+        return path
+
+    return of
+
+
+_PAIRS = [
+    (("single", "legacy"), ("tp2_pp2", "legacy")),
+    (("single", "torch_dist"), ("pp2_vpp2", "legacy")),
+    (("single", "legacy"), ("tp2", "torch_dist")),
+    (("moe", "torch_dist"), ("ep2", "legacy")),
+    (("bf16", "legacy"), ("bf16_tp2", "torch_dist")),
+]
+
+
+@pytest.mark.parametrize(("left", "right"), _PAIRS)
+def test_layouts_and_formats_agree(saved, left, right):
+    # Adam makes a full step of a gradient that is mere rounding: in bf16 some elements go the other way.
+    result = diff(open_checkpoint(saved(*left)), open_checkpoint(saved(*right)), 0.5 if "bf16" in left else 1e-3)
+    assert {state for state, count in result.counts.items() if count} == {"equal"}, result.tensors[:3]
+    assert result.problems == []
+    kinds = {item.kind for item in result.tensors}
+    assert kinds == {"parameter", "exp_avg", "exp_avg_sq", *(["master"] if "bf16" in left else [])}
+    # Every weight has its state: none was lost on the way from numbers to names.
+    by_kind = {kind: {item.name for item in result.tensors if item.kind == kind} for kind in kinds}
+    assert all(names == by_kind["parameter"] for names in by_kind.values())
+    assert len(by_kind["parameter"]) > 30
+
+
+def test_two_formats_of_one_state_are_equal_to_the_bit(saved):
+    result = diff(open_checkpoint(saved("single", "legacy")), open_checkpoint(saved("single", "torch_dist")))
+    assert {state for state, count in result.counts.items() if count} == {"equal"}
+    assert all(item.digests[0] == item.digests[1] for item in result.tensors)
+
+
+def test_the_whole_is_what_the_files_hold(saved):
+    """Gate and up halves of two ranks, joined by hand in NumPy from the files themselves."""
+    root = saved("tp2_pp2", "legacy")
+    files = [root / "iter_0000001" / f"mp_rank_0{tp}_001" / "model_optim_rng.pt" for tp in (0, 1)]
+    local = [torch.load(file, weights_only=False)["model"]["decoder.layers.1.mlp.linear_fc1.weight"] for file in files]
+    halves = [np.split(part.numpy(), 2) for part in local]
+    whole = np.concatenate([halves[0][0], halves[1][0], halves[0][1], halves[1][1]])
+    # Layer 1 of the second stage is layer 3 of the model.
+    found = open_checkpoint(root).tensors["parameter", "decoder.layers.3.mlp.linear_fc1.weight"]
+    assert found.shape == whole.shape
+    np.testing.assert_array_equal(found.load().numpy(), whole)
+
+
+def test_the_digest_is_that_of_a_dump(saved):
+    from msprobe_megatron.checkpoints.differ import _digest
+    from msprobe_megatron.measure.numbered import numbered_into
+
+    x = open_checkpoint(saved("single", "legacy")).tensors["parameter", "decoder.final_layernorm.weight"].load()
+    word = torch.zeros(1, dtype=torch.int64)
+    numbered_into(x, None, word, torch.zeros(0))
+    assert int(_digest(x), 16) == int(word) % 2**64
+
+
+def test_a_distributed_optimizer(saved):
+    """Its master weights are compared with the weights of the same checkpoint too."""
+    result = diff(open_checkpoint(saved("single", "legacy")), open_checkpoint(saved("distopt", "torch_dist")), 1e-3)
+    assert result.problems == []
+    assert result.counts["differs"] == result.counts["layout"] == result.counts["only_left"] == 0
+    assert {item.kind for item in result.tensors if item.state == "only_right"} == {"master"}
+
+
+def _changed(saved, tmp_path, change):
+    root = tmp_path / "changed"
+    shutil.copytree(saved("tp2_pp2", "legacy"), root)
+    file = root / "iter_0000001" / "mp_rank_01_001" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+    return root
+
+
+def test_a_changed_weight_is_named(saved, tmp_path, capsys):
+    def change(content):
+        content["model"]["decoder.layers.0.mlp.linear_fc2.weight"][0, 0] += 1
+        content["optimizer"]["state"][3]["exp_avg"] *= 2
+
+    root = _changed(saved, tmp_path, change)
+    assert main(["ckpt-diff", str(saved("tp2_pp2", "legacy")), str(root), "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    odd = {(item["kind"], item["name"]): item for item in answer["tensors"] if item["state"] != "equal"}
+    weight = odd["parameter", "decoder.layers.2.mlp.linear_fc2.weight"]
+    assert (weight["state"], weight["differing"], weight["max_abs"]) == ("differs", 1, 1.0)
+    assert weight["digests"][0] != weight["digests"][1]
+    assert 0 < weight["cosine"] < 1
+    assert sum(item["kind"] == "exp_avg" for item in odd.values()) == 1
+    assert main(["ckpt-diff", str(saved("tp2_pp2", "legacy")), str(root)]) == 1
+    assert "decoder.layers.2.mlp.linear_fc2.weight" in capsys.readouterr().out
+    assert main(["ckpt-diff", str(root), str(root)]) == 0
+
+
+def test_what_only_one_has_and_what_has_another_shape(saved, tmp_path):
+    def change(content):
+        model = content["model"]
+        model["decoder.extra.weight"] = torch.ones(3)
+        model["decoder.final_layernorm.weight"] = torch.ones(7)
+
+    root = tmp_path / "more"
+    shutil.copytree(saved("single", "legacy"), root)
+    file = root / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+    result = diff(open_checkpoint(saved("single", "legacy")), open_checkpoint(root))
+    odd = {item.name: item for item in result.tensors if item.state != "equal" and item.kind == "parameter"}
+    assert odd["decoder.extra.weight"].state == "only_right"
+    assert odd["decoder.final_layernorm.weight"].reason == "shape (32,) against (7,)"
+    # The states no longer fit the weights: said, not guessed.
+    assert any("fit no sequence of weights" in text for text in result.problems)
+
+
+def test_replicas_that_differ_are_not_merged(saved, tmp_path):
+    def change(content):
+        content["model"]["decoder.final_layernorm.weight"] += 1
+
+    result = diff(open_checkpoint(saved("tp2_pp2", "legacy")), open_checkpoint(_changed(saved, tmp_path, change)))
+    odd = [item for item in result.tensors if item.state != "equal"]
+    assert [(item.name, item.state) for item in odd] == [("decoder.final_layernorm.weight", "layout")]
+    assert "differs between tensor-parallel ranks" in odd[0].reason
+
+
+def test_vocabularies_of_another_padding(saved, tmp_path):
+    root = tmp_path / "padded"
+    shutil.copytree(saved("single", "legacy"), root)
+    file = root / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    words = content["model"]["embedding.word_embeddings.weight"]
+    content["model"]["embedding.word_embeddings.weight"] = torch.cat([words, torch.ones(16, words.shape[1])])
+    content.pop("optimizer")
+    torch.save(content, file)
+    result = diff(open_checkpoint(saved("single", "legacy")), open_checkpoint(root))
+    item = next(i for i in result.tensors if i.name == "embedding.word_embeddings.weight" and i.kind == "parameter")
+    assert (item.state, item.reason) == ("equal", "vocabulary padded to 128 and to 144: the first 128 rows")
+
+
+class _Evil:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["MSPROBE_TEST_EVIL"],)
+
+
+def test_nothing_in_a_file_is_run(saved, tmp_path, monkeypatch, capsys):
+    trap = tmp_path / "trap"
+    monkeypatch.setenv("MSPROBE_TEST_EVIL", str(trap))
+    root = _changed(saved, tmp_path, lambda content: content.update(more=_Evil()))
+    for more in ([], ["--trust"]):
+        assert main(["ckpt-diff", str(root), str(root), *more]) == 2
+        assert "posix.mkdir" in capsys.readouterr().err
+        assert not trap.exists()
+
+
+class _Loud:
+    def __init__(self):
+        self.value = 1
+
+    def __setstate__(self, state):
+        raise AssertionError("this ran")
+
+
+def test_strange_classes_are_refused_until_trusted_and_never_run(saved, tmp_path, capsys):
+    root = _changed(saved, tmp_path, lambda content: content.update(more=_Loud()))
+    assert main(["ckpt-diff", str(root), str(root)]) == 2
+    assert "test_ckpt_diff._Loud" in capsys.readouterr().err
+    assert main(["ckpt-diff", str(root), str(root), "--trust"]) == 0
+
+
+def test_nothing_in_an_index_is_run(saved, tmp_path, monkeypatch):
+    trap = tmp_path / "trap"
+    monkeypatch.setenv("MSPROBE_TEST_EVIL", str(trap))
+    root = tmp_path / "evil"
+    shutil.copytree(saved("single", "torch_dist"), root)
+    index = root / "iter_0000001" / ".metadata"
+    index.write_bytes(pickle.dumps(_Evil()))
+    with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read"):
+        open_checkpoint(root)
+    assert not trap.exists()
+    index.write_bytes(pickle.dumps({"a": 1})[:-3])
+    with pytest.raises(CheckpointError):
+        open_checkpoint(root)
+
+
+@pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True, "x"], 3: (4, (5, 6), ())}, [[]] * 3, -(10**30)])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_plain_data_are_read_as_they_were_written(value, protocol):
+    assert read_pickle(pickle.dumps(value, protocol)) == value
+
+
+def test_a_class_in_a_pickle_stays_a_name():
+    record = read_pickle(pickle.dumps(torch.Size((2, 3))))
+    assert (record.name, record.arguments) == ("torch.Size", ((2, 3),))
+    with pytest.raises(PickleError, match="PERSID|BINPERSID|opcode"):
+        read_pickle(b"\x80\x02U\x01aQ.")
+
+
+def test_what_is_no_checkpoint_says_so(tmp_path, capsys):
+    assert main(["ckpt-diff", str(tmp_path / "none"), str(tmp_path)]) == 2
+    assert "not a directory" in capsys.readouterr().err
+    assert main(["ckpt-diff", str(tmp_path), str(tmp_path)]) == 2
+    assert "neither .metadata (torch_dist) nor mp_rank_*" in capsys.readouterr().err
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
+    assert main(["ckpt-diff", str(tmp_path), str(tmp_path)]) == 2
+    assert "iter_0000012 is not there" in capsys.readouterr().err

@@ -1,0 +1,199 @@
+"""What a training job really held, seen by hooks of the test's own and worked out in NumPy, in float64.
+
+Knows Megatron and torch, not the monitor; only canonical names come from the kit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+STEP = 1
+"""The one step whose numbers are kept; the optimizer has moments by then."""
+
+
+def figures(tensor: torch.Tensor) -> list[float]:
+    """min, max, sum, sumsq, absmax, zeros, elements, and the sum of absolute values, which bounds rounding."""
+    x = tensor.detach().double().reshape(-1).numpy()
+    return [
+        float(x.min()),
+        float(x.max()),
+        float(x.sum()),
+        float((x * x).sum()),
+        float(np.abs(x).max()),
+        float((x == 0).sum()),
+        float(x.size),
+        float(np.abs(x).sum()),
+    ]
+
+
+class Truth:
+    """Watches one rank of a job; `found` maps kind, name, io, path, microbatch to figures."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[float]] = {}
+        self.step = 0
+        self._names: dict[int, str] = {}
+        self._before: dict[int, torch.Tensor] = {}
+        self._microbatch: dict[str, int] = {}
+        self._calls: dict[str, int] = {}
+
+    def put(self, kind: str, name: str, io: str, path: str, microbatch: int | None, tensor: torch.Tensor) -> None:
+        if self.step == STEP and tensor.numel():
+            key = "|".join(map(str, (kind, name, io, path, microbatch)))
+            assert key not in self.found, key
+            self.found[key] = figures(tensor)
+
+    def ready(self, chunks: list[Any], optimizer: Any) -> None:
+        from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+        from msprobe_megatron.topology import names
+
+        self.chunks, self.optimizer = chunks, optimizer
+        self.leaves = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        for chunk in chunks:
+            for entry in names.parameters(chunk):
+                self._names[id(entry.parameter)] = entry.name
+                entry.parameter.register_hook(self._of_microbatch(entry.name))
+            for entry in names.modules(chunk):
+                if type(entry.module).__name__ == "TransformerLayer":
+                    entry.module.register_forward_hook(self._layer(entry.name), with_kwargs=True)
+        original, truth = _ParamAndGradBucketGroup.start_grad_sync, self
+
+        def start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if group.grad_reduce_handle is None:
+                for bucket in group.buckets:
+                    parallel = getattr(group, "data_parallel_group", None) or group.__dict__.get(
+                        "intra_distributed_optimizer_instance_group"
+                    )
+                    for parameter in bucket.params_list if parallel.size() > 1 else ():
+                        name = truth._names[id(parameter)]
+                        truth.put("grad_unreduced", name, "weight", "", None, parameter.main_grad)
+            return original(group, *args, **kwargs)
+
+        _ParamAndGradBucketGroup.start_grad_sync = start_grad_sync
+        for leaf in self.leaves:
+            if leaf.optimizer is not None:
+                leaf.optimizer.register_step_pre_hook(self._inner_step)
+
+    def _layer(self, name: str) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            hidden = kwargs.get("hidden_states", args[0] if args else None)
+            result = output[0] if isinstance(output, tuple) else output
+            number = self._calls.get(name, 0)
+            self._calls[name] = number + 1
+            self.put("activation", name, "input", "hidden_states", number, hidden)
+            self.put("activation", name, "output", "0", number, result)
+            if result.requires_grad:
+                result.register_hook(lambda g: self.put("gradient", name, "output", "0", number, g))
+            if hidden.requires_grad:
+                hidden.register_hook(lambda g: self.put("gradient", name, "input", "hidden_states", number, g))
+
+        return hook
+
+    def _of_microbatch(self, name: str) -> Any:
+        def hook(gradient: torch.Tensor) -> None:
+            number = self._microbatch.get(name, 0)
+            self._microbatch[name] = number + 1
+            self.put("grad_unreduced", name, "weight", "microbatch", number, gradient)
+
+        return hook
+
+    def _owned(self) -> list[tuple[Any, Any, Any, slice]]:
+        """Leaf, parameter, what the leaf's optimizer works on, and which part of the flat parameter that is."""
+        found = []
+        for leaf in self.leaves:
+            kind = type(leaf).__name__
+            if leaf.optimizer is None:
+                continue
+            if kind == "DistributedOptimizer":
+                pairs = [
+                    *zip(sum(leaf.model_float16_groups, []), sum(leaf.shard_fp32_from_float16_groups, []), strict=True),
+                    *zip(sum(leaf.model_fp32_groups, []), sum(leaf.shard_fp32_groups, []), strict=True),
+                ]
+                for parameter, main in pairs:
+                    part = self._range(leaf, parameter)
+                    assert main.numel() == part.stop - part.start
+                    found.append((leaf, parameter, main, part))
+            elif kind == "Float16OptimizerWithFloat16Params":
+                for parameter, main in zip(
+                    sum(leaf.float16_groups, []), sum(leaf.fp32_from_float16_groups, []), strict=True
+                ):
+                    found.append((leaf, parameter, main, slice(0, parameter.numel())))
+            else:
+                for group in leaf.optimizer.param_groups:
+                    found += [(leaf, p, p, slice(0, p.numel())) for p in group["params"]]
+        return found
+
+    def _range(self, leaf: Any, parameter: Any) -> slice:
+        """From the memory itself: which elements of the gradient lie in this rank's share of their bucket."""
+        for buffer in leaf.buffers:
+            if parameter in buffer.param_index_map:
+                start, stop, bucket_id = buffer.param_index_map[parameter]
+                bucket = buffer.buckets[bucket_id]
+                share = bucket.grad_data.numel() // buffer.data_parallel_group.size()
+                first = bucket.offset + share * buffer.data_parallel_group.rank()
+                return slice(max(start, first) - start, min(stop, first + share) - start)
+        raise AssertionError("a parameter without a buffer")
+
+    def gradients(self, iteration: int) -> None:
+        """The schedule has returned, the optimizer has not begun."""
+        for leaf, parameter, _, part in self._owned():
+            name = self._names[id(parameter)]
+            self.put("grad_reduced", name, "weight", "", None, parameter.main_grad.reshape(-1)[part])
+            assert leaf is not None
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                self.put("parameter", self._names[id(parameter)], "weight", "before", None, parameter)
+
+    def _inner_step(self, inner: Any, *ignored: Any) -> None:
+        for leaf, parameter, main, _ in self._owned():
+            if leaf.optimizer is not inner:
+                continue
+            name = self._names[id(parameter)]
+            self._before[id(main)] = main.detach().clone()
+            self.put("grad_clipped", name, "weight", "", None, main.grad)
+            momentum = inner.state.get(main, {}).get("exp_avg")
+            if momentum is not None:
+                same = np.sign(main.grad.double().numpy()) == np.sign(momentum.double().numpy())
+                self.put("optimizer_state", name, "sign_agreement", "", None, torch.from_numpy(same))
+
+    def after(self, step: Any) -> None:
+        """The optimizer has stepped."""
+        for leaf, parameter, main, part in self._owned():
+            name = self._names[id(parameter)]
+            for state in ("exp_avg", "exp_avg_sq"):
+                self.put("optimizer_state", name, state, "", None, leaf.optimizer.state[main][state])
+            if main is not parameter and main.dtype != parameter.dtype:
+                self.put("optimizer_state", name, "master_weight", "", None, main)
+            before = self._before.pop(id(main))
+            self.put("update", name, "change", "", None, main.detach() - before)
+            self.put("update", name, "weight", "", None, before)
+            ratio = (main.detach() - before).double().norm() / before.double().norm()
+            if before.double().norm() > 0:
+                self.put("update", name, "ratio", "", None, ratio)
+            if self.chunks[0].ddp_config.overlap_param_gather:
+                # What other ranks have updated comes with the next forward.
+                self.put("parameter", name, "weight", "after", None, parameter.detach().reshape(-1)[part])
+        for chunk in self.chunks if not self.chunks[0].ddp_config.overlap_param_gather else ():
+            for parameter in chunk.parameters():
+                self.put("parameter", self._names[id(parameter)], "weight", "after", None, parameter)
+        if step.grad_norm is not None:
+            self.put("loss", "grad_norm", "value", "", None, torch.tensor(step.grad_norm, dtype=torch.float64))
+        self.step += 1
+        self._microbatch.clear()
+        self._calls.clear()
+
+
+def train(argv: list[str]) -> dict[str, Any]:
+    """One rank: train under the monitor and return what was really there."""
+    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.demo.train import Callbacks
+
+    truth = Truth()
+    run(argv, Callbacks(ready=truth.ready, gradients=truth.gradients, step=truth.after))
+    return {"found": truth.found, "optimizers": [type(leaf).__name__ for leaf in truth.leaves]}
