@@ -12,7 +12,7 @@ from torch import nn
 from msprobe_megatron.arguments import Flags, from_command_line
 from msprobe_megatron.config import ProbeConfig, load
 from msprobe_megatron.session import Session
-from msprobe_megatron.topology import names
+from msprobe_megatron.topology import coordinates, names
 
 _ATTACHED: WeakKeyDictionary[nn.Module, Session] = WeakKeyDictionary()
 
@@ -49,10 +49,23 @@ def attach(
     known = _ATTACHED.get(names.unwrap(chunks[0])) if chunks else None
     if known is not None and not known.closed and known.directory.path.resolve() == _output(config, tag).resolve():
         return known
+    changes = _reproduced(chunks, optimizer, config, groups)
     session = Session(chunks, optimizer, config, tag=tag, step=step, groups=groups, arguments=arguments)
+    for text in changes:
+        session.voice.tell(f"reproduce: {text}")
     if chunks:
         _ATTACHED[names.unwrap(chunks[0])] = session
     return session
+
+
+def _reproduced(chunks: Sequence[nn.Module], optimizer: Any, config: ProbeConfig, groups: Any) -> list[str]:
+    """What was changed before anything is watched; nothing unless the probe file asks for it."""
+    if config.reproduce is None:
+        return []
+    from msprobe_megatron.reproducing import reproduce
+
+    where = coordinates.current() if groups is None else coordinates.from_groups(groups)
+    return reproduce(chunks, optimizer, config.reproduce, where, config.source)
 
 
 def _output(config: ProbeConfig, tag: str | None) -> Path:

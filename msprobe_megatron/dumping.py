@@ -18,7 +18,7 @@ from msprobe_megatron.config.orders import Order
 from msprobe_megatron.facts import missing_steps
 from msprobe_megatron.functions_asked import declared_functions, missing
 from msprobe_megatron.parts import Job, Part
-from msprobe_megatron.patching import PatchSet
+from msprobe_megatron.patching import PatchSet, declared
 from msprobe_megatron.probes.dump import DumpProbe
 from msprobe_megatron.probes.narrowing import Scoped, Sink, Sliced, open_at_start
 from msprobe_megatron.probes.window_names import check_window
@@ -76,7 +76,7 @@ class Dumping(Part):
         self._apis = ApiSite(
             self._frames, sink, clock, fault, asked.apis, asked.stacks, len(self._modules.watched)
         )
-        self._functions = PatchSet(declared_functions(asked.functions), self._apis)
+        self._functions = PatchSet([*declared("calls"), *declared_functions(asked.functions)], self._apis)
         self._refuse_unfound(config.source)
         self._comm = CommSite(sink, clock, where, fault, self._frames, self._apis.new_site)
         self._saved = SavedSite(sink, clock, fault)
@@ -101,7 +101,7 @@ class Dumping(Part):
     def _refuse_unfound(self, source: str) -> None:
         """A function that nobody has imported by now is most likely misspelt."""
         for entry in self._functions.entries:
-            problem = missing(entry.patch)
+            problem = missing(entry.patch) if entry.patch.phase == "functions_asked" else None
             if problem is not None:
                 raise ConfigError(f"{source}: dump.functions: {entry.patch.targets[0]!r}: {problem}")
 

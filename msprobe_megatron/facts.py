@@ -6,6 +6,7 @@ left in their own files by then; readers do the same merge, so that a job that w
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -66,9 +67,16 @@ def _recompute(model_config: Any) -> dict[str, Any]:
     return {key: getattr(model_config, key, None) for key in keys}
 
 
-def rank_facts(where: Coordinates, chunks: Sequence[nn.Module], closed: bool, ledger: dict[str, Any]) -> dict[str, Any]:
-    """Contents of this rank's own file, at the start and at the end."""
-    return {"coordinates": where.as_dict(), "chunks": chunk_facts(chunks), "closed": closed, "ledger": ledger}
+def rank_facts(
+    config: ProbeConfig, where: Coordinates, chunks: Sequence[nn.Module], closed: bool, ledger: dict[str, Any]
+) -> dict[str, Any]:
+    """Contents of this rank's own file, at the start and at the end; readers see from it which ranks disagree."""
+    probe = hashlib.sha256(repr(config.raw).encode()).hexdigest()[:16]
+    own = {"versions": host.versions(), "probe": probe, "clock": int(time.time())}
+    return {
+        **{"coordinates": where.as_dict(), "chunks": chunk_facts(chunks), "own": own},
+        **{"closed": closed, "ledger": ledger},
+    }
 
 
 def chunk_facts(chunks: Sequence[nn.Module]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import torch
 from msprobe_megatron import backends
 from msprobe_megatron.clock import Moment
 from msprobe_megatron.config import ConfigError, MonitorConfig, StepSelection
+from msprobe_megatron.config.orders import Order
 from msprobe_megatron.parts import Job, Part
 from msprobe_megatron.probes.monitor import MonitorProbe, Reading
 from msprobe_megatron.record.monitor import MonitorBatch, MonitorBatches, MonitorEnd
@@ -51,7 +52,8 @@ class Monitoring(Part):
     def __init__(self, job: Job, asked: MonitorConfig) -> None:
         self.asked = asked
         self._job = job
-        self._watched_steps = 0
+        self._watched_steps = self._collected = 0
+        self._on = True
         self._last_step = -1
         self._pending: list[MonitorBatch] = []
         self._handed_over = 0.0
@@ -92,9 +94,19 @@ class Monitoring(Part):
     def next_from(self, step: int) -> int | None:
         """The first step from `step` on that `start_step`, `every`, `window` and `collect_times` select."""
         asked = self.asked
-        if asked.collect_times is not None and self._watched_steps >= asked.collect_times and step != self._last_step:
+        enough = asked.collect_times is not None and self._collected >= asked.collect_times
+        if not self._on or (enough and step != self._last_step):
             return None
         return next_watched(step, asked.start_step, asked.every, asked.window)
+
+    def obey(self, order: Order) -> bool:
+        """Watch no more, or as the probe file says, with `collect_times` counted anew."""
+        if order.monitor is None:
+            return False
+        self._on, self._collected = order.monitor, 0
+        if not self._on:
+            self.remove()
+        return True
 
     def describe(self) -> str:
         """What is watched how often."""
@@ -106,6 +118,7 @@ class Monitoring(Part):
         """A watched step begins: set the hooks, or wake those that are there."""
         asked = self.asked
         self._watched_steps += 1
+        self._collected += 1
         self._last_step = self._job.clock.step
         if asked.activations:
             self._modules.install()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 from msprobe_megatron.alerting import Alerting
 from msprobe_megatron.checking import Checking
 from msprobe_megatron.config import ConfigError
+from msprobe_megatron.curves import LiveCurves
 from msprobe_megatron.dumping import Dumping
 from msprobe_megatron.flight_recorder import FlightRecorder
 from msprobe_megatron.monitoring import Monitoring
@@ -29,6 +32,9 @@ def make_parts(job: Job) -> list[Part]:
         parts.append(recorder)
     if config.monitor is not None:
         parts.append(Monitoring(job, config.monitor))
+        tensorboard = "tensorboard" in config.monitor.format
+        if tensorboard or "wandb" in sys.modules:
+            parts.append(LiveCurves(job, tensorboard=tensorboard))
     if config.perturb is not None:
         parts.append(Perturbing(job, config.perturb))
     alerts = config.monitor.alerts if config.monitor is not None else ()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-PATCH_MODULES = ("arguments", "training", "schedules", "recompute", "distributed", "data_parallel")
+PATCH_MODULES = ("arguments", "training", "schedules", "recompute", "distributed", "named_calls", "data_parallel")
 
 Wrap = Callable[[Callable[..., Any], Any], Callable[..., Any]]
 
@@ -57,6 +57,7 @@ class Entry:
     replacement: Any = field(default=None, repr=False)
     inherited: bool = False
     aliases: list[Any] = field(default_factory=list, repr=False)
+    swept: int = -1
     active: bool = False
     binding: object = field(default=None, repr=False)
 
@@ -202,7 +203,10 @@ def _replace(entry: Entry, events: Any) -> None:
     entry.replacement = type(raw)(replacement) if isinstance(raw, staticmethod | classmethod) else replacement
     setattr(owner, name, entry.replacement)
     if entry.patch.sweep:
-        entry.aliases = list(_aliases(raw, name, owner))
+        # All modules are looked through when there are new ones; a patch may be bound again on every recorded step.
+        known = list(sys.modules.values()) if entry.swept != len(sys.modules) else entry.aliases
+        entry.swept = len(sys.modules)
+        entry.aliases = list(_aliases(raw, name, owner, known))
         for module in entry.aliases:
             setattr(module, name, entry.replacement)
 
@@ -224,10 +228,10 @@ def _alive(raw: Any) -> Any:
     return raw
 
 
-def _aliases(original: Any, name: str, owner: Any) -> Iterable[Any]:
+def _aliases(original: Any, name: str, owner: Any, modules: Iterable[Any]) -> Iterable[Any]:
     """Modules that imported the original by name before it was patched: Megatron's, and the host's own."""
-    for module_name, module in list(sys.modules.items()):
-        if module is owner or not isinstance(module, ModuleType) or module_name.startswith("msprobe_megatron"):
+    for module in modules:
+        if module is owner or not isinstance(module, ModuleType) or module.__name__.startswith("msprobe_megatron"):
             continue
         if vars(module).get(name) is original:
             yield module

@@ -84,8 +84,9 @@ class Perturbing(Part):
         chosen = None
         names = None
         if self.asked.handler == "check":
-            watching = self._ordinal == 0
-            examiner.observe = self._observe if watching and self.asked.share < 1 else None
+            first = self._ordinal == 0
+            examiner.constants = self._structure.saw if first else None
+            examiner.observe = self._observe if first and self.asked.share < 1 else None
             if self.plan is not None:
                 names = self.plan.chosen(self._ordinal - 1)
                 examiner.chosen = names
@@ -101,7 +102,6 @@ class Perturbing(Part):
         if name not in self._costs:
             stage = self.asked.stage
             self._costs[name] = cost_of(class_of(api), args, kwargs, result, self._device, stage)
-            self._structure.saw(name, api, args, kwargs)
 
     def microbatch(self, moment: Moment) -> None:
         """The forward of a microbatch begins."""
@@ -130,6 +130,8 @@ class Perturbing(Part):
         """The step is over: what a few of them found goes to the writer."""
         self.remove()
         step = self._job.clock.step
+        if self._examiner.constants is not None:
+            self._note_odd()
         if self._examiner.observe is not None and complete:
             self._plan()
         self._ordinal += complete
@@ -143,6 +145,9 @@ class Perturbing(Part):
         examiner.observe = None
         self.plan = Plan({**self._costs, **self._targets.costs(self._costs)}, self.asked.share, self._microbatches)
         examiner.whole_again = self.plan.whole
+
+    def _note_odd(self) -> None:
+        examiner = self._examiner
         for odd in self._structure.odd():
             note = f"is given {_listed(odd.constants)} where {odd.layers} other layers give {_listed(odd.others)}"
             examiner.found.append(

@@ -388,7 +388,7 @@ class Session:
         }
 
     def _write_rank_file(self) -> None:
-        found = facts.rank_facts(self.where, self._chunks, self.closed, self.ledger())
+        found = facts.rank_facts(self.config, self.where, self._chunks, self.closed, self.ledger())
         self.directory.write_json(f"ranks/rank_{self.where.rank:05d}.json", found)
 
     def __enter__(self) -> Session:

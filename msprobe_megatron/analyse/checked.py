@@ -27,7 +27,10 @@ _RUN: dict[str, type | tuple[type, ...]] = {
     "recompute": dict,
     "gradient_scale": (int, float, type(None)),
 }
-_RANK: dict[str, type | tuple[type, ...]] = {"coordinates": dict, "chunks": list, "ledger": dict, "closed": bool}
+_RANK: dict[str, type | tuple[type, ...]] = {
+    **{"coordinates": dict, "chunks": list, "ledger": dict, "closed": bool, "own": dict}
+}
+_OWN: dict[str, type | tuple[type, ...]] = {"versions": dict, "probe": str, "clock": int}
 _LEDGER: dict[str, type | tuple[type, ...]] = {
     **{key: list for key in ("faults", "not_happened", "unmatched", "steps", "patches", "schedules")},
     **{key: dict for key in ("written", "fired", "bound", "asked")},
@@ -69,6 +72,7 @@ def rank_facts(path: Path) -> dict[str, Any]:
     facts = read_json(path)
     _check(facts, _RANK, path, "")
     _check(facts.get("ledger", {}), _LEDGER, path, "ledger.")
+    _check(facts.get("own", {}), _OWN, path, "own.")
     if not all(isinstance(line, dict) and line.keys() >= _LINE for line in facts.get("ledger", {}).get("patches", [])):
         raise RunError(f"{path}: ledger.patches: expected lines with {', '.join(sorted(_LINE))}")
     return facts

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from msprobe_megatron.analyse.anomalies import Anomaly, anomalies
 from msprobe_megatron.analyse.judge import judge
 from msprobe_megatron.analyse.load import Run
 from msprobe_megatron.analyse.match import Pairs, match
@@ -20,11 +21,10 @@ from msprobe_megatron.analyse.ranks import RankFinder
 from msprobe_megatron.analyse.source import NonFinite, first_non_finite, non_finite_counts
 from msprobe_megatron.analyse.summary import warnings
 from msprobe_megatron.analyse.tolerance import Scene, tolerances
-from msprobe_megatron.record.events import read_events
 from msprobe_megatron.topology.layers import layer_of
 
 _SHOWN = 5
-_ALERTS = ("alert", "nonfinite", "check")
+_ANOMALIES = 10
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,11 @@ def diagnose(run: Run, step: int | None = None) -> Diagnosis:
         tensors = len(pairs)
         order = causal_order(pairs, forward_places(run))
         findings += [*_non_finite(run, pairs, order), *_replicas(run, pairs, order), *_loss_scale(run)]
-    findings += _events(run)
+    told = anomalies(run)
+    findings += _events(run, told)
     findings += [
-        Finding("warning", text, "certain", f"msprobe-megatron patches {run.path}") for text in warnings(run)[:_SHOWN]
+        Finding("warning", text, "certain", f"msprobe-megatron patches {run.path}")
+        for text in [text for text in warnings(run) if not any(anomaly.tells(text) for anomaly in told)][:_SHOWN]
     ]
     return Diagnosis(str(run.path), run.steps if step is None else [step], tensors, findings)
 
@@ -180,19 +182,22 @@ def _loss_scale(run: Run) -> list[Finding]:
     ]
 
 
-def _events(run: Run) -> list[Finding]:
-    events = [event for event in read_events(run.path) if event.get("event") in _ALERTS]
-    events.sort(key=lambda event: int(event.get("step", 0) or 0))
-    return [
-        Finding(
-            "alert",
-            f"step {event.get('step')}, rank {event.get('rank')}: {event.get('text', event.get('event'))}",
-            "certain",
-            f"msprobe-megatron summary {run.path} --step {event.get('step')}",
-            {key: event[key] for key in ("step", "rank") if key in event},
-        )
-        for event in events[:_SHOWN]
+def _events(run: Run, found: list[Anomaly]) -> list[Finding]:
+    """What alerts and checks said, in order of cause."""
+    shown = [
+        Finding("alert", anomaly.text, "certain", _see(run, anomaly), anomaly.where()) for anomaly in found[:_ANOMALIES]
     ]
+    if len(found) > len(shown):
+        text = f"{len(found) - len(shown)} more alerts after those"
+        shown.append(Finding("alert", text, "certain", f"{run.path}/events.jsonl"))
+    return shown
+
+
+def _see(run: Run, anomaly: Anomaly) -> str:
+    step = anomaly.event.get("step")
+    if step in run.steps:
+        return f"msprobe-megatron summary {run.path} --step {step}"
+    return f"record that step: --msprobe-steps {step}"
 
 
 def _label(pairs: Pairs, i: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from msprobe_megatron.analyse.disagreements import disagreements
 from msprobe_megatron.analyse.load import Run, RunError
 from msprobe_megatron.analyse.merge import merged
 from msprobe_megatron.record.events import read_events
@@ -140,6 +141,7 @@ def warnings(run: Run) -> list[str]:
     asked_all = run.facts.get("probe", {}).get("content", {}).get("ranks", "all") == "all"
     if asked_all and len(run.ranks) < expected:
         found.append(f"{len(run.ranks)} of {expected} ranks have written anything")
+    found.extend(disagreements(run.ranks))
     patterns: dict[str, int] = {}
     for rank, facts in sorted(run.ranks.items()):
         ledger = facts.get("ledger", {})

@@ -20,6 +20,8 @@ EXAMPLE = "msprobe-megatron bench dump --only h64 --out bench_out"
 # What can be measured, and the module that does it (see bench/options.py).
 BENCHES = {
     "dump": "msprobe_megatron.bench.dump",
+    "compare": "msprobe_megatron.bench.compare",
+    "monitor": "msprobe_megatron.bench.monitor",
     "scaling": "msprobe_megatron.bench.scaling",
 }
 

@@ -11,6 +11,7 @@ from msprobe_megatron.config.availability import NOT_YET
 from msprobe_megatron.config.describe import describe
 from msprobe_megatron.config.errors import ConfigError
 from msprobe_megatron.config.load import Overrides, from_document, load
+from msprobe_megatron.config.reproduce import ReproduceConfig
 from msprobe_megatron.config.schema import (
     Alert,
     AlertAction,
@@ -41,6 +42,7 @@ __all__ = [
     "ProbeConfig",
     "RankSelection",
     "RecorderConfig",
+    "ReproduceConfig",
     "StepSelection",
     "Target",
     "TensorChoice",

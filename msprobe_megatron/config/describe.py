@@ -1,5 +1,6 @@
 """A few lines that say what a probe file will record; printed by ``msprobe-megatron validate FILE``."""
 
+from msprobe_megatron.config.reproduce import ReproduceConfig
 from msprobe_megatron.config.schema import DumpConfig, MonitorConfig, PerturbConfig, ProbeConfig
 from msprobe_megatron.config.sizes import format_size
 
@@ -27,11 +28,12 @@ def describe(config: ProbeConfig) -> str:
         "shards": f"{len(config.shards)} specs given: {', '.join(rule.name for rule in config.shards)}"
         if config.shards
         else "",
+        "reproduce": _reproduce(config.reproduce) if config.reproduce else "",
         "limits": f"host memory {format_size(limits.host_memory)}"
         + (f", disk {format_size(limits.disk)}" if limits.disk is not None else ""),
         "faults": "stop the job (strict)" if config.strict else "disarm the probe, training goes on",
     }
-    body = [f"  {key:<9}{text}" for key, text in lines.items() if text]
+    body = [f"  {key:<10}{text}" if len(key) > 8 else f"  {key:<9}{text}" for key, text in lines.items() if text]
     return "\n".join([config.source, *body, *(f"  note     {note}" for note in config.notes)])
 
 
@@ -83,6 +85,17 @@ def _perturb(perturb: PerturbConfig) -> str:
     ]
     first = f"{perturb.handler} by {perturb.mode} ({perturb.profile}) in {perturb.stage} of {names}"
     return ", ".join([first, *filter(None, extras)])
+
+
+def _reproduce(asked: ReproduceConfig) -> str:
+    parts = [
+        f"seed {asked.seed}" if asked.seed is not None else "",
+        {"true": "deterministic kernels", "warn": "deterministic kernels where there are"}.get(asked.deterministic, ""),
+        "" if asked.dropout else "dropout off",
+        "weights by name" if asked.weights == "by_name" else "",
+        "weights moved by one unit in the last place" if asked.noise_run else "",
+    ]
+    return f"CHANGES TRAINING: {', '.join(filter(None, parts)) or 'nothing'}"
 
 
 def _switched_on(section: object, names: tuple[str, ...]) -> list[str]:

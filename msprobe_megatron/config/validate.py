@@ -16,6 +16,7 @@ from msprobe_megatron.config.alerts import ACTION, ALERT, parse_alert
 from msprobe_megatron.config.names import parse_name_list
 from msprobe_megatron.config.narrowing import check_together, parse_functions, parse_slices
 from msprobe_megatron.config.node import Node
+from msprobe_megatron.config.reproduce import REPRODUCE, ReproduceConfig, parse_reproduce
 from msprobe_megatron.config.selection import parse_ranks, parse_selection, parse_steps_or_none
 from msprobe_megatron.config.shards import SHARD, ShardRule, parse_shards
 from msprobe_megatron.config.sizes import parse_size
@@ -288,6 +289,7 @@ _TOP: dict[str, Reader] = {
     "checks": _checks,
     "recorder": _recorder,
     "shards": parse_shards,
+    "reproduce": parse_reproduce,
     "limits": _limits,
     "strict": _boolean,
 }
@@ -300,6 +302,7 @@ TABLES: dict[type, Mapping[str, Reader]] = {
     schema.RecorderConfig: _RECORDER,
     schema.Limits: _LIMITS,
     ShardRule: SHARD,
+    ReproduceConfig: REPRODUCE,
     schema.Alert: ALERT,
     schema.AlertAction: ACTION,
 }

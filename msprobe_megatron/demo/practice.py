@@ -20,6 +20,8 @@ from msprobe_megatron.topology import coordinates, names
 
 BAD_STEP = 7
 """The step (from 0) at which the faults of one step act."""
+LATE_STEP = 20
+"""The step of the bad data: by then the job has learnt something that garbage can contradict."""
 BAD_MICROBATCH = 1
 Chunks = list[nn.Module]
 
@@ -34,7 +36,7 @@ class PractisedBatches(Batches):
         """As in `Batches`, with one token over and over where garbage was asked for."""
         self.now = (iteration, microbatch)
         batch = super().microbatch(iteration, microbatch)
-        if self.garbage and self.now == (BAD_STEP, BAD_MICROBATCH):
+        if self.garbage and self.now == (LATE_STEP, BAD_MICROBATCH):
             batch["tokens"] = torch.zeros_like(batch["tokens"])
             batch["labels"] = torch.ones_like(batch["labels"])
         return batch
@@ -91,8 +93,8 @@ def _unstable(chunks: Chunks, batches: PractisedBatches) -> None:
 
     def noisy(result: Any) -> Any:
         output, *rest = result
-        sign = 1 if os.urandom(1)[0] & 1 else -1
-        return (output * (1 + sign * 1e-3), *rest)
+        share = int.from_bytes(os.urandom(4), "little") / 2**32
+        return (output * (1 + share * 1e-2), *rest)
 
     _around(chunks, "decoder.layers.1.mlp.linear_fc2", noisy)
 

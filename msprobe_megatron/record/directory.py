@@ -185,6 +185,17 @@ class RunDirectory:
             sync(new)
             return os.stat(new_name, dir_fd=new, follow_symlinks=False).st_size
 
+    def grow_file(self, relative: str) -> IO[bytes]:
+        """Make a file that is written bit by bit, for readers that follow a running job.
+
+        Example::
+
+            directory.grow_file("tensorboard/rank_00003/events.out.tfevents.1.msprobe").write(b"…")
+        """
+        *folders, name = components(relative)
+        with directory_below(self._descriptor, folders, str(self.path)) as folder:
+            return os.fdopen(create_file(name, folder, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
+
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add one line to ``events.jsonl``, in one write: ranks append at the same time.
 

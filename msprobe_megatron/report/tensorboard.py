@@ -77,6 +77,43 @@ def event_chunks(scalars: Iterable[tuple[int, str, float]], wall_time: float) ->
         yield _event(wall_time, now, values)
 
 
+def header(wall_time: float) -> bytes:
+    """The first record of an event file.
+
+    Example::
+
+        file.write(header(time.time()))
+    """
+    return record(_double(1, wall_time) + _bytes(3, _VERSION))
+
+
+def scalars_record(wall_time: float, step: int, scalars: Iterable[tuple[str, float]]) -> bytes:
+    """One record with scalars of one step, for a file that grows while a job runs.
+
+    Example::
+
+        file.write(scalars_record(time.time(), 7, [("loss/lm loss", 6.9)]))
+    """
+    values = []
+    for tag, value in scalars:
+        text = tag.encode("utf-8", "replace")
+        values.append(_bytes(1, _bytes(1, text) + _key(2, _FIXED32) + struct.pack("<f", _single(value))))
+    return record(_double(1, wall_time) + _key(2, _VARINT) + _number(step) + _bytes(5, b"".join(values)))
+
+
+def image_record(wall_time: float, step: int, tag: str, png: bytes, size: tuple[int, int]) -> bytes:
+    """One record with a picture; `size` is height and width.
+
+    Example::
+
+        file.write(image_record(time.time(), 7, "heat map/gradients", png(pixels), pixels.shape[:2]))
+    """
+    picture = _key(1, _VARINT) + _number(size[0]) + _key(2, _VARINT) + _number(size[1])
+    picture += _key(3, _VARINT) + _number(3) + _bytes(4, png)
+    value = _bytes(1, _bytes(1, tag.encode("utf-8", "replace")) + _bytes(4, picture))
+    return record(_double(1, wall_time) + _key(2, _VARINT) + _number(step) + _bytes(5, value))
+
+
 def _event(wall_time: float, step: int, values: list[bytes]) -> bytes:
     # Seconds after the start stand for steps, so that "relative" and "wall" axes are ordered too.
     message = _double(1, wall_time + step) + _key(2, _VARINT) + _number(step) + _bytes(5, b"".join(values))

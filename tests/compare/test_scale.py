@@ -6,7 +6,7 @@ import pytest
 
 from msprobe_megatron.analyse.compare import compare
 from msprobe_megatron.analyse.load import open_run
-from tests.compare.synthetic import make
+from msprobe_megatron.bench.synthetic_runs import make
 
 
 def _check(tmp_path, *, layers, samples, fault, golden, other, first_rank):

@@ -90,6 +90,14 @@ def test_functions_of_megatron_have_their_own_names(mixed):
     assert {"_ReduceFromModelParallelRegion", "_VocabParallelCrossEntropy"} <= names
 
 
+def test_router_and_dispatcher_have_their_own_names_and_gradients(mixed):
+    rows = open_run(mixed("ep2")[0]).rows(step=0).filter("name like 'decoder.layers.0.%/%'")
+    found = {(op.rpartition(".")[2], kind) for op, kind in rows.project("op, kind").distinct().fetchall()}
+    for name in ("topk_routing_with_score_function", "permute", "unpermute", "token_dispatch", "combine_postprocess"):
+        assert (name, "activation") in found and (name, "gradient") in found, name
+    assert {("RouterGatingLinearFunction", "gradient"), ("_AllToAll", "gradient")} <= found
+
+
 def test_calls_of_the_same_tensors_have_the_figures_of_the_module(mixed):
     """mix: what goes into the activation function is what came out of the layer before it."""
     rows = open_run(mixed("single")[0]).rows(step=0).filter("microbatch = 0 and phase = 'forward'")

@@ -194,3 +194,90 @@ def test_a_dump_made_by_the_published_msprobe_is_read(peer, tmp_path):
     assert np.allclose(found, (high, low, norm), rtol=1e-5)
     assert rows.filter("kind = 'gradient'").fetchall()
     assert rows.filter("kind = 'parameter'").fetchall()
+
+
+def record_everything(folder):
+    """Two equal runs of a small net at mix with whole tensors, and variables saved by hand."""
+    import torch
+
+    from msprobe_megatron import attach, save
+    from msprobe_megatron.config import Overrides, from_document
+
+    config = {"dump": {"level": "mix", "task": "tensor", "apis": "all"}}
+    paths = []
+    for name in ("left", "right"):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2)).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with attach(model, optimizer, from_document(config, "here", Overrides(output=folder / name))):
+            hidden = model(torch.randn(3, 4, dtype=torch.bfloat16))
+            save({"hidden": hidden, "both": [hidden * 2, 0.5]}, "head")
+            torch.cat([hidden, hidden]).float().sum().backward()
+            optimizer.step()
+        paths.append(folder / name)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("everything")
+    runs = [open_run(path) for path in record_everything(folder)]
+    for run, name in zip(runs, ("a", "b"), strict=True):
+        export_msprobe(run, folder / name)
+    return folder, runs[0]
+
+
+def test_calls_have_msprobes_names_and_numbers(everything):
+    folder, _ = everything
+    data = data_of(folder / "a")
+    for name in ("Functional.linear.0.forward", "Functional.linear.1.forward", "Functional.gelu.0.backward"):
+        assert name in data
+    linear = data["Functional.linear.1.forward"]
+    assert [record["shape"] for record in linear["input_args"]] == [[3, 8], [2, 8], [2]]
+    assert data["Torch.cat.0.forward"]["input_args"][0][1]["shape"] == [3, 2]
+    backward = data["Functional.linear.1.backward"]
+    assert sorted(record["shape"] for record in backward["output"]) == [[2], [2, 8], [3, 8]]
+    construct = json.loads((folder / "a/step0/rank0/construct.json").read_text())
+    assert construct["Functional.linear.1.forward"] == ["Module.2.Linear.forward.0", 0]
+    header = json.loads((folder / "a/step0/rank0/dump.json").read_text())
+    assert (header["task"], header["level"]) == ("tensor", "mix")
+
+
+def test_tensors_are_files_of_torch_with_the_bytes_of_the_run(everything):
+    import torch
+
+    folder, run = everything
+    record = data_of(folder / "a")["Functional.linear.0.forward"]["output"][0]
+    loaded = torch.load(folder / "a/step0/rank0/dump_tensor_data" / record["data_name"], weights_only=True)
+    assert loaded.dtype == torch.bfloat16 and list(loaded.shape) == record["shape"] == [3, 8]
+    (total,) = (
+        run.rows().filter("name = '0/torch.nn.functional.linear.0' and io = 'output' and kind = 'activation'")
+        .project("sum").fetchall()[0]
+    )  # fmt: skip
+    assert loaded.double().sum().item() == pytest.approx(total)
+    names = {path.name for path in (folder / "a/step0/rank0/dump_tensor_data").iterdir()}
+    assert "Functional.linear.0.forward.output.0.pt" in names
+
+
+def test_what_was_saved_by_hand_is_debug_json(everything):
+    folder, _ = everything
+    content = json.loads((folder / "a/step0/rank0/debug.json").read_text())
+    assert content["level"] == "debug"
+    head, gradient = content["data"]["head.0.debug"], content["data"]["head_grad.0.debug"]
+    assert head["hidden"]["shape"] == head["both"][0]["shape"] == gradient["hidden"]["shape"] == [3, 2]
+    assert head["both"][1]["dtype"] == "torch.float64"
+    assert not any("debug" in name for name in data_of(folder / "a"))
+
+
+@pytest.mark.parametrize("file", ["dump.json", "debug.json"])
+def test_the_published_compare_reads_tensors_calls_and_saved_variables(everything, peer, tmp_path, file):
+    folder, _ = everything
+    target, golden = (str(folder / name / "step0" / "rank0" / file) for name in ("a", "b"))
+    call(peer, "msprobe", "compare", "-tp", target, "-gp", golden, "-o", str(tmp_path / "result"))
+    (table,) = (tmp_path / "result").glob("*compare_result*.csv")
+    with table.open() as opened:
+        rows = list(csv.DictReader(opened))
+    assert rows and [row["NPU Name"] for row in rows if row["Bench Name"] in ("", "N/A")] == []
+    assert {row["Result"] for row in rows} == {"pass"}
+    assert all(float(row["MaxAbsErr"]) == 0 for row in rows if row["MaxAbsErr"] not in ("N/A", "unsupported", ""))
+    assert any(row["MaxAbsErr"] in ("0", "0.0") for row in rows)

@@ -57,6 +57,8 @@ class Rule:
 
     kinds: tuple[str, ...] = ()
     """Kinds of rows that are looked at where the probe file does not say."""
+    spreads = False
+    """Whether the fault goes on to other tensors, so that the cool-down is of the rule and not of a series."""
 
     def __init__(self, alert: Alert) -> None:
         self.alert = alert
@@ -68,6 +70,8 @@ class Rule:
 
 class NonFinite(Rule):
     """A NaN or an Inf."""
+
+    spreads = True
 
     def judge(self, step: Step) -> list[Hit]:
         """Every row that counts one."""
@@ -138,7 +142,7 @@ class Spike(Rule):
         """How far is far, where the probe file does not say: a loss need not double to be a bad sign."""
         if self.alert.threshold is not None:
             return np.full(len(losses), np.log1p(self.alert.threshold))
-        return np.where(losses, np.log1p(_SPIKE_OF_LOSS), np.log1p(_SPIKE))
+        return np.asarray(np.where(losses, np.log1p(_SPIKE_OF_LOSS), np.log1p(_SPIKE)), np.float64)
 
 
 class Vanish(Rule):

@@ -68,6 +68,7 @@ class _Watched:
         self._matchers = [_matcher(text) for text in rule.alert.names]
         self._wanted: tuple[Sequence[Row], Flags] | None = None
         self._spoke = np.zeros(0, np.int64)
+        self._spoke_last = -(1 << 62)
 
     def news(self, columns: Columns, series: Numbers) -> tuple[Hit, int] | None:
         """The first row, in order of execution, that is not cooling down, and how many there are in all."""
@@ -81,7 +82,10 @@ class _Watched:
         quiet = (places >= 0) & (self._spoke[places] >= 0) & (step - self._spoke[places] <= self.rule.alert.cooldown)
         self._spoke[places[(places >= 0) & ~quiet]] = step
         first = next((hit for hit, still in zip(hits, quiet, strict=True) if not still), None)
-        return None if first is None else (first, len(hits))
+        if first is None or (self.rule.spreads and 0 <= step - self._spoke_last <= self.rule.alert.cooldown):
+            return None
+        self._spoke_last = step
+        return first, len(hits)
 
     def _selected(self, rows: Sequence[Row]) -> Flags:
         if self._wanted is None or self._wanted[0] is not rows:

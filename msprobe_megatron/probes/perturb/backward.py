@@ -19,7 +19,7 @@ from msprobe_megatron.probes.perturb.classes import HALF, class_of
 from msprobe_megatron.probes.perturb.examiner import Examiner
 from msprobe_megatron.probes.perturb.figures import REFERENCE
 from msprobe_megatron.probes.perturb.reference import WORKING, judge_rows, nudge, scramble
-from msprobe_megatron.probes.perturb.safety import Guard
+from msprobe_megatron.probes.perturb.safety import CannotRun, Guard, Refused
 from msprobe_megatron.probes.perturb.sampling import sample
 
 _MOST_NODES = 32
@@ -144,11 +144,16 @@ class BackwardExaminer:
                     gradient = values[2].to(device=result.device, dtype=result.dtype).reshape(result.shape)
                     return torch.autograd.grad(result, leaves[0], gradient)[0]
 
-            if not waiting.api.startswith("torch."):
-                with Guard():
-                    return forward(args, kwargs, given)
-            self._examiner.rerun.prove(waiting.function, args, kwargs)
-            return forward(args, kwargs, given)
+            try:
+                if not waiting.api.startswith("torch."):
+                    with Guard():
+                        return forward(args, kwargs, given)
+                self._examiner.rerun.prove(waiting.function, args, kwargs)
+                return forward(args, kwargs, given)
+            except (Refused, CannotRun):
+                raise
+            except Exception as error:
+                raise CannotRun(f"{type(error).__name__}: {str(error)[:160]}") from error
 
         return run
 
@@ -158,13 +163,12 @@ class BackwardExaminer:
                 checks.repeat(case, line)
             given = waiting.grad_output
             assert given is not None  # noqa: S101
-            part = sample(waiting.api, case.kind, waiting.args, waiting.kwargs, given, case.rows, scrambled=scrambled)
+            part = sample(waiting.api, case.kind, waiting.args, waiting.kwargs, given, case.rows, backward=True)
             if part is None or case.live.dtype is torch.float64:
                 return
             own = _tensors((part.args, part.kwargs))[number]
-            live = (
-                part.cut(case.live) if _tensors((waiting.args, waiting.kwargs))[number].shape == given.shape else None
-            )
+            by_row = _tensors((waiting.args, waiting.kwargs))[number].shape == given.shape
+            live = part.cut(case.live) if by_row else None
             if case.kind == "gemm" and part.batches:
                 live = part.cut(case.live)
             if live is None and own.shape == case.live.shape and part.cut(given).shape == given.shape:
@@ -184,7 +188,7 @@ class BackwardExaminer:
             nudged = case.run(moved, {})
             scrambled = case.run((*values, scramble(part.cut(given).double())), {})
             if exact.shape == live.shape:
-                judge_rows(live, exact, nudged - exact, case.kind, case.terms, line[REFERENCE], by, backward=True)
+                judge_rows(live, exact, nudged - exact, case.kind, case.terms, line[REFERENCE], by, scrambled=scrambled)
 
         return check
 

@@ -26,10 +26,6 @@ _ROOTS = {dtype: strength**0.5 for dtype, strength in noise.STRENGTH.items()}
 BACKWARD_FLOOR = 1e-3
 
 
-class CannotRun(Exception):
-    """The changed call raised: nothing can be said of it."""
-
-
 @dataclass
 class Case:
     """One call under examination. ``run`` repeats it on other arguments, or raises `CannotRun`."""

@@ -16,13 +16,13 @@ from torch import nn
 from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.config import PerturbConfig
 from msprobe_megatron.probes.perturb import checks
-from msprobe_megatron.probes.perturb.checks import CannotRun, Case
+from msprobe_megatron.probes.perturb.checks import Case
 from msprobe_megatron.probes.perturb.classes import class_of
 from msprobe_megatron.probes.perturb.figures import Figures
 from msprobe_megatron.probes.perturb.fix import fixed
 from msprobe_megatron.probes.perturb.preheat import Walk
 from msprobe_megatron.probes.perturb.rerun import Rerunner
-from msprobe_megatron.probes.perturb.safety import Refused
+from msprobe_megatron.probes.perturb.safety import CannotRun, Refused
 from msprobe_megatron.probes.perturb.selecting import Selection, call_name
 from msprobe_megatron.probes.perturb.verdict import Examined
 
@@ -51,6 +51,7 @@ class Examiner:
         self.microbatch: int | None = None
         self.whole_again: Callable[[str], bool] = lambda name: True
         self.observe: Callable[[str, Any, str, tuple[Any, ...], dict[str, Any], Any], None] | None = None
+        self.constants: Callable[[str, str, tuple[Any, ...], dict[str, Any]], None] | None = None
         self.watch_gradients: Callable[..., None] | None = None
         self.found: list[Examined] = []
         self.cannot: Counter[str] = Counter()
@@ -108,6 +109,8 @@ class Examiner:
             return result
         try:
             with _own_work(), torch.no_grad():
+                if self.constants is not None and where.phase == "forward":
+                    self.constants(name, api, args, kwargs)
                 if self.observe is not None:
                     if self.asked.stage == "forward" or where.phase == "backward" or _has_node(result):
                         self.observe(name, where, api, args, kwargs, result)
@@ -146,10 +149,6 @@ class Examiner:
         except CannotRun as error:
             self.note_cannot(case.api, error)
             return
-        except Exception as error:
-            # The operator does not do what was asked of it (no such dtype, no such device): not our fault.
-            self.note_cannot(case.api, error)
-            return
         live = case.live
         self.found.append(
             Examined(
@@ -176,7 +175,7 @@ class Examiner:
     def note_cannot(self, api: str, error: BaseException) -> None:
         """Count a call that could not be run otherwise, with the first reason."""
         self.cannot[api] += 1
-        self.reasons.setdefault(api, f"{type(error).__name__}: {str(error)[:160]}")
+        self.reasons.setdefault(api, str(error))
 
     def ledger(self) -> dict[str, Any]:
         """What was refused, could not be run, or was replaced."""

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from msprobe_megatron.probes.perturb import checks, noise, reference, twins
-from msprobe_megatron.probes.perturb.checks import CannotRun, Case
+from msprobe_megatron.probes.perturb.checks import Case
 from msprobe_megatron.probes.perturb.classes import HALF
 from msprobe_megatron.probes.perturb.examiner import Examiner, outputs
 from msprobe_megatron.probes.perturb.figures import REFERENCE
 from msprobe_megatron.probes.perturb.rerun import Rerunner, hooks_off
+from msprobe_megatron.probes.perturb.safety import CannotRun
 
 # Composite modules of Megatron that neither communicate nor draw where dropout is off.
 _KNOWN = ("core_attention", "router")

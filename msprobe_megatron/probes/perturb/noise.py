@@ -32,7 +32,7 @@ def sign_of(dim: int, index: int) -> int:
     Example::
 
         >>> [sign_of(0, i) for i in range(6)]
-        [1, -1, -1, -1, 1, 1]
+        [-1, -1, 1, -1, 1, 1]
     """
     word = (index + 1) * _MIX + (dim + 1) * 0xD1B54A32D192ED03 & _ALL
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _ALL

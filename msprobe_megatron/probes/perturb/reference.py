@@ -49,7 +49,8 @@ def scramble(x: torch.Tensor) -> torch.Tensor:
 def _turns(size: int, device: torch.device) -> torch.Tensor:
     found = _TURNS.get((size, device))
     if found is None:
-        signs = [float(sign_of(0, i)) for i in range(size)]
+        # Neighbours always differ, so that a row of which a mask leaves two elements is moved too.
+        signs = [float(sign_of(0, i // 2)) * (1 - 2 * (i % 2)) for i in range(size)]
         found = _TURNS[size, device] = torch.tensor(signs, dtype=torch.float64, device=device)
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from msprobe_megatron.probes.perturb.safety import Guard, Refused, refusal, refusal_of_call
+from msprobe_megatron.probes.perturb.safety import CannotRun, Guard, Refused, refusal, refusal_of_call
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _cuda: Any = torch.cuda
@@ -53,7 +53,10 @@ class Rerunner:
         """
         key = None if watch else (function, tuple(map(_kind, args)), tuple((k, _kind(v)) for k, v in kwargs.items()))
         if key in self._watched:
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                raise CannotRun(f"{type(error).__name__}: {str(error)[:160]}") from error
         before = random_states()
         try:
             with Guard():
@@ -61,6 +64,8 @@ class Rerunner:
         except Refused as refused:
             self.forbid(function, str(refused))
             raise
+        except Exception as error:
+            raise CannotRun(f"{type(error).__name__}: {str(error)[:160]}") from error
         if restore_states(before):
             self.forbid(function, "random")
             raise Refused("random")

@@ -33,6 +33,10 @@ class Refused(Exception):
     """A call that must not be repeated; the text says why."""
 
 
+class CannotRun(Exception):
+    """A changed call raised (no such dtype, no such device): nothing can be said of it."""
+
+
 def refusal(function: Callable[..., Any], api: str) -> str | None:
     """Why a function is never run twice, from its name and schema; None if they say nothing against it.
 

@@ -125,7 +125,7 @@ def _shown(seen: Examined, values: Mapping[str, float]) -> dict[str, Any]:
         "nan": values["nan_live"],
         "where": values["ref_where"] if values["ref_over"] > 1 else values["where"],
     }
-    if values["dx_squares"] > 0 and values["live_squares"] > 0:
+    if min(values["dx_squares"], values["x_squares"], values["live_squares"]) > 0:
         moved = math.sqrt(values["diff_squares"] / values["live_squares"])
         shown["kappa"] = moved / math.sqrt(values["dx_squares"] / values["x_squares"])
     return {key: value for key, value in shown.items() if not math.isnan(value)}

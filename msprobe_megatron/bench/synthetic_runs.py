@@ -1,12 +1,11 @@
 """Run directories of large jobs, made up: as many ranks and rows as wanted, whole tensors equal in every layout.
 
 Every tensor has a size and figures that follow from its name and samples alone, and a rank holds its share of them, so
-that two layouts agree when merged. `python -m tests.compare.synthetic DIR --tp 8 --pp 8 --dp 16` makes one.
+that two layouts agree when merged. For `bench compare`, and for tests of size.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -23,7 +22,12 @@ _SHAPE = (128, 2, 64)
 def make(
     root: Path, *, tp: int, pp: int, dp: int, layers: int = 160, samples: int = 320, fault: int | None = None
 ) -> int:
-    """Write the run; returns the number of rows. With `fault` that layer is off by a tenth on tensor rank 0."""
+    """Write the run; returns the number of rows. With `fault` that layer is off by a tenth on tensor rank 0.
+
+    Example::
+
+        make(Path("golden"), tp=8, pp=8, dp=16)
+    """
     step = 0
     world = tp * pp * dp
     root.mkdir(parents=True)
@@ -100,17 +104,3 @@ def _of_rank(stage: pa.Table, place: dict[str, int], tp: int, dp: int, step: int
         else:
             arrays.append(pa.nulls(count, field.type))
     return pa.table(arrays, schema=arrow_schema())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("path", type=Path)
-    for axis in ("tp", "pp", "dp"):
-        parser.add_argument(f"--{axis}", type=int, required=True)
-    parser.add_argument("--fault", type=int, metavar="LAYER")
-    args = parser.parse_args()
-    print(make(args.path, tp=args.tp, pp=args.pp, dp=args.dp, fault=args.fault), "rows")
-
-
-if __name__ == "__main__":
-    main()
