@@ -15,6 +15,7 @@ import torch
 from msprobe_megatron import backends
 from msprobe_megatron.alerting import Alerting
 from msprobe_megatron.bulletin import job_store
+from msprobe_megatron.collective_checks import CollectiveTaker
 from msprobe_megatron.config import ChecksConfig, ConfigError
 from msprobe_megatron.exchanging import Comparer, Member, Taken
 from msprobe_megatron.measure.measurer import Measurer
@@ -59,7 +60,8 @@ class Checking(Part):
         for text in self._notes:
             job.say(f"checks: {text}", "unseen")
         self._number = 0
-        store = job_store() if self._groups else None
+        self._wire = CollectiveTaker(self._taken, self._selected, job.fault) if asked.collectives else None
+        store = job_store() if self._groups or (asked.collectives and job.where.world > 1) else None
         self._comparer = Comparer(job, store, alerting.disagreement) if store is not None else None
 
     def _selected(self, ranks: tuple[int, ...]) -> bool:
@@ -84,13 +86,30 @@ class Checking(Part):
         labels = ", ".join(dict.fromkeys(group.label for group in self._groups))
         return f"comparing ranks over {labels or 'nothing: one rank'} every {self._asked.every} steps"
 
+    def begin(self) -> None:
+        """A checked step begins."""
+        if self._wire is not None:
+            self._wire.install()
+
+    def remove(self) -> None:
+        """Listen to communication no more."""
+        if self._wire is not None:
+            self._wire.remove()
+
+    def finish(self, complete: bool) -> None:
+        """The step is over; one that was cut short is not compared."""
+        self.remove()
+        if not complete:
+            self._slots.seal()
+
     def before_optimizer(self) -> None:
         """Weights have been used, gradients are reduced: take the digests, send them on their way."""
         if self._comparer is None:
             return
+        exchanged = self._wire.take() if self._wire is not None else None
         known: dict[tuple[str, int], int] = {}
         members = [self._member(group, known) for group in self._groups]
-        taken = Taken(self._number, self._job.clock.step, self._slots.seal(), members, self._ranges())
+        taken = Taken(self._number, self._job.clock.step, self._slots.seal(), members, self._ranges(), exchanged)
         self._number += 1
         self._comparer.take(taken)
 
@@ -119,11 +138,12 @@ class Checking(Part):
         key = (kind, tensor.data_ptr())
         if key in known and tensor.numel():
             return known[key]
+        known[key] = self._taken(tensor)
+        return known[key]
+
+    def _taken(self, tensor: torch.Tensor) -> int:
         slot = self._slots.take()
-        if slot >= 0 and not self._measure(tensor, slot):
-            slot = -1
-        known[key] = slot
-        return slot
+        return slot if slot >= 0 and self._measure(local_part(tensor), slot) else -1
 
     def _ranges(self) -> dict[str, tuple[int, int, int]] | None:
         """Which part of each parameter this rank's optimizer updates: start, stop, all. Asked once."""

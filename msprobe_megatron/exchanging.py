@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from msprobe_megatron.bulletin import Bulletin, Missing
+from msprobe_megatron.collective_checks import Exchanged
+from msprobe_megatron.exchanging_collectives import Communication, Figures
 from msprobe_megatron.parts import Job
 from msprobe_megatron.probes.agreement import Disagreement, Words, compare, folded, safe, same_own, untiled
 from msprobe_megatron.record.checks import CheckBatch
@@ -47,6 +49,7 @@ class Taken(NamedTuple):
     slots: SealedSlots
     members: list[Member]
     ranges: dict[str, tuple[int, int, int]] | None
+    exchanged: Exchanged | None = None
 
 
 class Comparer:
@@ -62,6 +65,7 @@ class Comparer:
     def __init__(self, job: Job, store: Any, tell: Tell) -> None:
         self._job, self._tell = job, tell
         self._board = Bulletin(store, f"msprobe/checks/{job.directory.path.name}", job.where.rank, self._hurried)
+        self._communication = Communication(self._board, job.where.rank, self._missed)
         self._queue: deque[Taken] = deque()
         self._changed = threading.Condition()
         self._closing = self._busy = False
@@ -120,33 +124,41 @@ class Comparer:
             self._board.read_all("done", 0, others, self._deadline)
 
     def _check(self, taken: Taken) -> None:
-        _, counts = taken.slots.wait()
+        floats, counts = taken.slots.wait()
         numbered = taken.slots.numbered()
-        digests = np.append(safe(numbered[0], counts[:, 0]), np.uint64(0)) if numbered is not None else None
-        vectors = [_words(member, digests) for member in taken.members]
+        digests = safe(numbered[0], counts[:, 0]) if numbered is not None else np.zeros(0, np.uint64)
+        figures = Figures(floats, counts, digests)
+        vectors = [_words(member, figures) for member in taken.members]
         for member, vector in zip(taken.members, vectors, strict=True):
             self._board.post(f"{member.label}/fold", taken.number, folded(vector, member.own))
             if self._job.where.rank == member.ranks[0]:
                 self._board.post(f"{member.label}/vector", taken.number, vector.tobytes())
         if taken.ranges is not None:
             self._board.post("ranges", taken.number, json.dumps(taken.ranges).encode())
+        if taken.exchanged is not None:
+            self._communication.post(taken.number, taken.exchanged, figures)
         found: list[dict[str, Any]] = []
         for member, vector in zip(taken.members, vectors, strict=True):
             try:
                 found += self._compare(taken, member, vector)
                 self.counts["compared"] += 1
             except Missing as error:
-                self._missed(member.label, taken, str(error))
+                self._missed(member.label, str(error))
+        if taken.exchanged is not None:
+            until = time.monotonic() + PATIENCE
+            told = self._communication.check(taken.number, taken.exchanged, figures, until)
+            found += [_complete(taken, event) for event in told if self._new(event["group"], "comm", event["name"])]
+            self.counts["collectives"] += 1
         for event in found:
             self._tell(event)
         if found:
             self._job.submit(CheckBatch(taken.step, taken.number, tuple(found)))
 
-    def _missed(self, label: str, taken: Taken, text: str) -> None:
+    def _missed(self, label: str, text: str) -> None:
         self.counts["missed"] += 1
         if label not in self._missing:
-            self._job.say(f"checks: {label}: not compared at step {taken.step}: {text}", "check_missing")
-        self._missing[label] = f"step {taken.step}: {text}"
+            self._job.say(f"checks: {label}: not compared: {text}", "check_missing")
+        self._missing[label] = text
 
     def _compare(self, taken: Taken, member: Member, vector: Words) -> list[dict[str, Any]]:
         rank, until = self._job.where.rank, time.monotonic() + PATIENCE
@@ -159,7 +171,11 @@ class Comparer:
         if differing is not None:
             event = self._event(taken, member, differing)
             found += [event] if event is not None else []
-        if member.own and same_own(member.own, rank, member.ranks, read) and self._new(member, "check", "generators"):
+        if (
+            member.own
+            and same_own(member.own, rank, member.ranks, read)
+            and self._new(member.label, "check", "generators")
+        ):
             text = f"ranks {[member.ranks[0], rank]} draw the same random numbers where each should draw its own"
             found.append(_event(taken, member, "rng", "model-parallel-rng", [member.ranks[0], rank], text, 0))
         if taken.ranges is not None and member.label in ("dp-cp", "edp") and rank == member.ranks[0]:
@@ -169,7 +185,7 @@ class Comparer:
     def _event(self, taken: Taken, member: Member, differing: Disagreement) -> dict[str, Any] | None:
         names = [*((kind, name) for kind, name, _ in member.entries), *(("check", name) for name in member.words)]
         differing_names = [names[place] for place in differing.places] or [("check", "what there is to compare")]
-        new = [(kind, name) for kind, name in differing_names if self._new(member, kind, name)]
+        new = [(kind, name) for kind, name in differing_names if self._new(member.label, kind, name)]
         if not new:
             return None
         kind, name = new[0]
@@ -179,9 +195,9 @@ class Comparer:
         text = f"{name} ({kind}) is not the same on {who}{of} ({member.label}){others}"
         return _event(taken, member, "replicas", name, differing.odd, text, len(new) - 1, kind)
 
-    def _new(self, member: Member, kind: str, name: str) -> bool:
+    def _new(self, label: str, kind: str, name: str) -> bool:
         """Whether this was not told before: what has come apart stays apart."""
-        key = (member.label, kind, name)
+        key = (label, kind, name)
         if key in self._known:
             return False
         self._known.add(key)
@@ -206,25 +222,23 @@ class Comparer:
         return found
 
 
-def _words(member: Member, digests: Words | None) -> Words:
-    slots = np.array([slot for _, _, slot in member.entries], np.int64)
-    taken = digests[slots] if digests is not None else np.zeros(len(slots), np.uint64)
-    return np.concatenate((taken, np.array([word & (1 << 64) - 1 for word in member.words.values()], np.uint64)))
+def _words(member: Member, figures: Figures) -> Words:
+    known = np.array([word & (1 << 64) - 1 for word in member.words.values()], np.uint64)
+    return np.concatenate((figures.words([slot for _, _, slot in member.entries]), known))
 
 
 def _event(
     taken: Taken, member: Member, check: str, name: str, ranks: list[int], text: str, others: int, kind: str = "check"
 ) -> dict[str, Any]:
+    found = {"check": check, "group": member.label, "ranks": ranks, "members": list(member.ranks), "name": name}
+    return _complete(taken, {**found, "kind": kind, "others": others, "text": text})
+
+
+def _complete(taken: Taken, event: dict[str, Any]) -> dict[str, Any]:
+    io = "weight" if event["kind"] in ("parameter", "grad_reduced") else ""
     return {
-        **{"step": taken.step, "check": check, "group": member.label, "ranks": ranks, "members": list(member.ranks)},
-        **{
-            "kind": kind,
-            "name": name,
-            "io": "weight",
-            "path": "",
-            "microbatch": None,
-            "phase": "optimizer",
-            "vpp": None,
-        },
-        **{"value": float(others + 1), "others": others, "text": f"replica: {text} (step {taken.step})"},
+        **event,
+        **{"step": taken.step, "io": io, "path": "", "microbatch": None, "phase": "optimizer"},
+        "value": float(event["others"] + 1),
+        "text": f"replica: {event['text']} (step {taken.step})",
     }

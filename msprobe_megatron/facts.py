@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from msprobe_megatron.config import ProbeConfig, StepSelection
-from msprobe_megatron.topology import host, names
+from msprobe_megatron.topology import host, names, provenance
 from msprobe_megatron.topology.activations import ChunkLayout
 from msprobe_megatron.topology.blind_spots import unseen
 from msprobe_megatron.topology.coordinates import Coordinates, all_ranks
@@ -36,6 +36,8 @@ def run_facts(
         "tag": tag,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": host.versions(),
+        "environment": provenance.environment(),
+        "sources": provenance.sources(),
         "world": where.world,
         "sizes": {**where.sizes(), "vpp": max(1, len(chunks))},
         "sequence_parallel": bool(chunks) and ChunkLayout.of(chunks[0]).sequence_parallel,

@@ -16,6 +16,7 @@ from msprobe_megatron.clock import Moment
 from msprobe_megatron.config import ConfigError, MonitorConfig, StepSelection
 from msprobe_megatron.config.orders import Order
 from msprobe_megatron.parts import Job, Part
+from msprobe_megatron.probes.metrics import Metrics
 from msprobe_megatron.probes.monitor import MonitorProbe, Reading
 from msprobe_megatron.record.monitor import MonitorBatch, MonitorBatches, MonitorEnd
 from msprobe_megatron.record.slots import SlotTable
@@ -23,6 +24,7 @@ from msprobe_megatron.sites.arguments import own_work
 from msprobe_megatron.sites.comm import CommSite
 from msprobe_megatron.sites.gradients import GradientSite, WatchedParameters
 from msprobe_megatron.sites.losses import LossSite
+from msprobe_megatron.sites.metrics import MetricSite
 from msprobe_megatron.sites.modules import ModuleSite
 from msprobe_megatron.sites.optimizer_states import OptimizerStates
 from msprobe_megatron.sites.progress import Arguments, Scalars, Throughput
@@ -77,6 +79,15 @@ class Monitoring(Part):
         self._losses = LossSite(probe)
         self._arguments = Arguments(job.chunks, probe, job.clock, job.fault, digests=asked.data)
         self._throughput = Throughput(probe, device.device)
+        self._metrics = MetricSite(
+            job.chunks,
+            self._watched,
+            Metrics(probe),
+            job.clock,
+            job.fault,
+            asked.metrics,
+            probe.targets.inside,
+        )
         self._comm = CommSite(probe, job.clock, job.where, job.fault)
         self._parameters = _Parameters(self._watched, probe)
         if job.where.pp_size == 1 and job.where.ep_size == 1:
@@ -126,13 +137,14 @@ class Monitoring(Part):
             self._gradients.install()
         self._optimizer.install()
         self._arguments.install()
+        self._metrics.install()
         if asked.comm:
             self._comm.install()
         self._throughput.begin()
 
     def pause(self) -> None:
         """The model runs for something else than the step."""
-        for site in (self._modules, self._gradients, self._arguments):
+        for site in (self._modules, self._gradients, self._arguments, self._metrics):
             site.pause()
 
     def resume(self) -> None:
@@ -140,6 +152,7 @@ class Monitoring(Part):
         self._modules.resume()
         self._gradients.resume()
         self._arguments.resume()
+        self._metrics.resume()
 
     def reported(self, entry: Any, moment: Moment) -> None:
         """The loss function of a microbatch has reported `entry`."""
@@ -163,6 +176,7 @@ class Monitoring(Part):
                 self._gradients.reduced()
             if self.asked.parameters:
                 self._parameters.read("before")
+            self._metrics.weights()
             self._scalars.before_step()
 
     def after_optimizer(self, result: Any) -> None:
@@ -195,7 +209,7 @@ class Monitoring(Part):
             self._job.submit(MonitorBatches(pending))
 
     def _rest(self) -> None:
-        for site in (self._modules, self._gradients, self._arguments, self._optimizer):
+        for site in (self._modules, self._gradients, self._arguments, self._optimizer, self._metrics):
             site.pause()
 
     def remove(self) -> None:
@@ -204,6 +218,7 @@ class Monitoring(Part):
         self._gradients.remove()
         self._arguments.remove()
         self._optimizer.remove()
+        self._metrics.remove()
         self._comm.remove()
 
     def close(self) -> None:
@@ -220,6 +235,9 @@ class Monitoring(Part):
         ]
         if not self._watched_steps and last_step >= 0:
             found.append(f"monitor: no step was watched: the last one was {last_step}")
+        found += [
+            f"monitor.metrics: {name}: nothing of this rank has it" for name, n in self._metrics.found.items() if not n
+        ]
         if self.asked.targets and not self._modules.watched and not len(self._watched):
             found.append("monitor.targets: nothing of it is on this rank")
         return found

@@ -63,6 +63,8 @@ TOP = {
         "checking",
         "curves",
         "exchanging",
+        "exchanging_collectives",
+        "collective_checks",
         "parts",
         "parts_asked",
         "step_numbers",

@@ -20,6 +20,7 @@ from msprobe_megatron.analyse.order import causal_order, forward_places
 from msprobe_megatron.analyse.ranks import RankFinder
 from msprobe_megatron.analyse.source import NonFinite, first_non_finite, non_finite_counts
 from msprobe_megatron.analyse.summary import warnings
+from msprobe_megatron.analyse.suspects import suspects
 from msprobe_megatron.analyse.tolerance import Scene, tolerances
 from msprobe_megatron.topology.layers import layer_of
 
@@ -69,6 +70,9 @@ def diagnose(run: Run, step: int | None = None) -> Diagnosis:
         findings += [*_non_finite(run, pairs, order), *_replicas(run, pairs, order), *_loss_scale(run)]
     told = anomalies(run)
     findings += _events(run, told)
+    findings += [
+        Finding("suspect", found.text, found.sure, found.next, asdict(found)) for found in suspects(run, step)[:_ANOMALIES]
+    ]
     findings += [
         Finding("warning", text, "certain", f"msprobe-megatron patches {run.path}")
         for text in [text for text in warnings(run) if not any(anomaly.tells(text) for anomaly in told)][:_SHOWN]

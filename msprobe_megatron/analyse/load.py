@@ -44,6 +44,8 @@ class Run:
     """Shard specs given by the user, in place of recorded ones."""
     monitor: list[MonitorPart] = field(default_factory=list)
     """Files of the monitor. `files` and `rows` are the dump's, or the monitor's in a run that has no dump."""
+    perturb: list[MonitorPart] = field(default_factory=list)
+    """Files of the perturb part: rows of operators that were examined, with their verdicts."""
 
     @property
     def steps(self) -> list[int]:
@@ -75,6 +77,13 @@ class Run:
             raise RunError(f"{self.path}: no rows of the monitor; accepted: a run with a monitor section")
         connection = connection if connection is not None else duckdb.connect()
         return connection.read_parquet([str(part.path) for part in self.monitor])
+
+    def perturb_rows(self, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyRelation:
+        """All rows of examined operators, of all ranks and steps; raises RunError if there are none."""
+        if not self.perturb:
+            raise RunError(f"{self.path}: no examined operators; accepted: a run with a perturb section")
+        connection = connection if connection is not None else duckdb.connect()
+        return connection.read_parquet([str(part.path) for part in self.perturb])
 
 
 def open_run(path: str | Path, shards: tuple[ShardRule, ...] = ()) -> Run:
@@ -108,6 +117,7 @@ def open_run(path: str | Path, shards: tuple[ShardRule, ...] = ()) -> Run:
                 run.problems.append(f"{file.relative_to(root)} {problem}")
     run.problems.extend(_missing(run))
     run.monitor = find_monitor(root, run.problems)
+    run.perturb = find_monitor(root, run.problems, "perturb")
     if not run.files:
         run.files = sorted((step, part.rank, part.path) for part in run.monitor for step in steps_of(part))
     return run

@@ -23,15 +23,17 @@ class MonitorPart(NamedTuple):
     path: Path
 
 
-def find_monitor(root: Path, problems: list[str]) -> list[MonitorPart]:
+def find_monitor(root: Path, problems: list[str], kind: str = "monitor") -> list[MonitorPart]:
     """The files of all ranks in the order of rank and steps; what is damaged is told in ``problems``.
+
+    ``kind`` is the folder; the files of perturb have the same form.
 
     Example::
 
         find_monitor(Path("probe_out"), [])[0].path
     """
     found = []
-    for folder in sorted((root / "monitor").glob("rank_*")):
+    for folder in sorted((root / kind).glob("rank_*")):
         rank = _RANK.search(folder.name)
         for path in sorted(folder.glob("steps_*.parquet")) if rank else ():
             steps = _FILE.search(path.name)

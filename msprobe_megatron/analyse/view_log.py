@@ -67,7 +67,12 @@ def ledgers(run: Run) -> dict[str, Any]:
 
 def verdict_rows(view: View) -> list[dict[str, Any]]:
     """Rows of perturbed operators and checks, which carry their own verdict in `extra`; the first 200."""
+    shown = "step, rank, microbatch, kind, name, io, op, extra"
+    found = []
+    if view.run.perturb:
+        wrong = view.run.perturb_rows(view.connection).filter("json_extract_string(extra, '$.verdict') <> 'ok'")
+        found = wrong.order("step, seq").project(shown).limit(_SUSPECTS).fetchall()
     rows = view.run.rows(view.connection).filter("kind in ('perturb', 'check')").order("step, seq")
-    found = rows.project("step, rank, microbatch, kind, name, io, op, extra").limit(_SUSPECTS).fetchall()
+    found += rows.project(shown).limit(_SUSPECTS).fetchall()
     names = ("step", "rank", "microbatch", "kind", "name", "io", "op", "extra")
     return [dict(zip(names, row, strict=True)) for row in found]

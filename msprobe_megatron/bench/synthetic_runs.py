@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -71,7 +72,7 @@ def _stage(layers: range, microbatches: int, tp: int) -> pa.Table:
         **{"n_nan": 0, "n_posinf": 0, "n_neginf": 0, "n_zero": 0, "numel": numel // tp, "vpp": 0, "site": 0},
         **{"shape": [128, 2, 64 // tp], "global_shape": list(_SHAPE)},
     }
-    columns = {key: [value] * count for key, value in constant.items()}
+    columns: dict[str, list[Any]] = {key: [value] * count for key, value in constant.items()}
     columns |= {"name": names, "kind": kinds, "phase": phases, "microbatch": batch, "seq": list(range(count))}
     columns["layer_number"] = [int(name.split(".")[2]) for name in names]
     return pa.table(columns)

@@ -16,6 +16,7 @@ HELP = "write a run for other tools: CSV, TensorBoard, msprobe's dump files, its
 EXAMPLE = "msprobe-megatron export probe_out --format csv --out tensors.csv"
 FORMATS = {
     "csv": "tensors.csv",
+    "free_benchmark": "free_benchmark",
     "msprobe": "msprobe_dump",
     "tensorboard": "tensorboard",
     "trend-db": "msprobe.trend.db",
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN", help="run directory")
     parser.add_argument("--format", choices=sorted(FORMATS), required=True, help="what to write")
     parser.add_argument(
-        "--out", metavar="PATH", help="file to write; for tensorboard and msprobe a directory (default: by format)"
+        "--out", metavar="PATH", help="file to write; for tensorboard, msprobe and free_benchmark a directory (default: by format)"
     )
     parser.add_argument(
         "--by-rank", action="store_true", help="csv: rows of ranks as they are, shards not put together"
@@ -43,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out or FORMATS[arguments.format])
     if arguments.format == "msprobe":
         return _msprobe(arguments, out)
+    if arguments.format == "free_benchmark":
+        return _free_benchmark(arguments, out)
     view = open_view(_opened(arguments))
     if arguments.format == "csv":
         from msprobe_megatron.analyse.view_export import RANK_COLUMNS, WHOLE_COLUMNS, rank_rows, whole_rows
@@ -85,6 +88,24 @@ def _opened(arguments: argparse.Namespace) -> Run:
         raise RunError(f"{run.path}: no rows of step {arguments.step}; recorded steps: {run.steps or 'none'}")
     run.files = [entry for entry in run.files if entry[0] == arguments.step]
     return run
+
+
+def _free_benchmark(arguments: argparse.Namespace, out: Path) -> int:
+    from msprobe_megatron.analyse.load import open_run
+    from msprobe_megatron.exchange.free_benchmark import COLUMNS, free_benchmark
+    from msprobe_megatron.report.csv_table import csv_chunks
+    from msprobe_megatron.report.files import write_chunks
+
+    found, files = 0, []
+    for path, rows in free_benchmark(open_run(arguments.path), arguments.step):
+        write_chunks(out / path, csv_chunks(COLUMNS, rows), make_folder=True)
+        found += len(rows)
+        files.append(str(out / path))
+    if arguments.json:
+        print(json.dumps({"folder": str(out), "files": files, "rows": found}))
+    else:
+        print(f"{out}: {found} findings in {len(files)} files" if files else "nothing was found; no file is written")
+    return OK
 
 
 def _msprobe(arguments: argparse.Namespace, out: Path) -> int:

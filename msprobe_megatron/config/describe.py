@@ -60,6 +60,7 @@ def _monitor(monitor: MonitorConfig) -> str:
             *("agreement", "parameters", "data", "comm"),
         ),
     )
+    kinds += [f"{metric} metrics" for metric in monitor.metrics]
     where = f"{len(monitor.targets)} targets" if monitor.targets else "all modules"
     alerts = [
         alert.rule if alert.threshold is None else f"{alert.rule} {alert.threshold:g}" for alert in monitor.alerts

@@ -25,6 +25,7 @@ Twin = Literal["precision", "sibling"]
 Rule = Literal["nonfinite", "spike", "limit", "vanish", "replica", "dead_expert", "custom"]
 Direction = Literal["both", "forward", "backward"]
 Microbatches = Literal["each", "summed"]
+Metric = Literal["attention", "router", "stable_rank"]
 Format = Literal["parquet", "tensorboard"]
 Trigger = Literal["nonfinite", "alert", "signal"]
 
@@ -40,6 +41,7 @@ TWINS: tuple[str, ...] = get_args(Twin)
 RULES: tuple[str, ...] = get_args(Rule)
 DIRECTIONS: tuple[str, ...] = get_args(Direction)
 MICROBATCHES: tuple[str, ...] = get_args(Microbatches)
+METRICS: tuple[str, ...] = get_args(Metric)
 FORMATS: tuple[str, ...] = get_args(Format)
 TRIGGERS: tuple[str, ...] = get_args(Trigger)
 SECTIONS = ("dump", "monitor", "perturb", "checks", "recorder")
@@ -141,12 +143,14 @@ class Alert:
 class MonitorConfig:
     """The ``monitor`` section: what is watched all along the training; no targets means every module.
 
-    ``activations``: inputs and outputs of modules and their gradients, in the chosen ``direction``. ``gradients``: those
-    of weights before and after reduction; also after clipping, and of each microbatch, if asked. ``optimizer``: the
-    moments. ``master_weights``, ``update`` (and its ratio to the weight) and ``agreement`` (of the signs of gradient and
-    momentum) are of the optimizer too. ``parameters``: before and after the step. ``data``: digests of token ids.
-    ``microbatches``: a row for each, or one for all of a step. Watched are the steps ``start_step``, ``start_step`` +
-    ``every``, … that lie in ``window``, ``collect_times`` of them; ``steps`` of the probe file is the dump's.
+    ``activations``: inputs and outputs of modules and their gradients, in the chosen ``direction``. ``gradients``:
+    those of weights before and after reduction; also after clipping, and of each microbatch, if asked. ``optimizer``:
+    the moments. ``master_weights``, ``update`` (and its ratio to the weight) and ``agreement`` (of the signs of
+    gradient and momentum) are of the optimizer too. ``parameters``: before and after the step. ``data``: digests of
+    token ids. ``metrics``: entropy and largest logit of attention, load and entropy of routers, spectral norm and
+    stable rank of weights. ``microbatches``: a row for each, or one for all of a step. Watched are the steps
+    ``start_step``, ``start_step`` + ``every``, … that lie in ``window``, ``collect_times`` of them; ``steps`` of the
+    probe file is the dump's.
     """
 
     activations: bool = True
@@ -162,6 +166,7 @@ class MonitorConfig:
     parameters: bool = False
     data: bool = False
     comm: bool = False
+    metrics: tuple[Metric, ...] = ()
     start_step: int = 0
     every: int = 1
     collect_times: int | None = None

@@ -139,7 +139,7 @@ def _monitor(node: Node) -> schema.MonitorConfig:
     config = schema.MonitorConfig(**_read(node, _MONITOR))
     watched = (
         *("activations", "gradients", "clipped", "microbatch_gradients", "optimizer", "master_weights", "update"),
-        *("agreement", "parameters", "data", "comm"),
+        *("agreement", "parameters", "data", "comm", "metrics"),
     )
     if not any(getattr(config, name) for name in watched):
         raise node.context.error(node.path, "nothing asked", f"at least one of {', '.join(watched)}")
@@ -242,6 +242,9 @@ _MONITOR: dict[str, Reader] = {
     "parameters": _boolean,
     "data": _boolean,
     "comm": _boolean,
+    "metrics": lambda node: tuple(
+        dict.fromkeys(item.choice(schema.METRICS) for item in node.items(f"a list of {', '.join(schema.METRICS)}"))
+    ),
     "start_step": _integer(0),
     "every": _integer(1),
     "collect_times": _integer(1),

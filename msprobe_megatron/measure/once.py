@@ -148,8 +148,6 @@ def key_of(x: torch.Tensor, more: Hashable = None) -> _Key | None:
         key_of(x) == key_of(x.view(x.shape))   # True, until x is written to
     """
     try:
-        if x.is_inference():
-            return None
         return (
             x.untyped_storage()._cdata,
             x.storage_offset(),
@@ -162,7 +160,7 @@ def key_of(x: torch.Tensor, more: Hashable = None) -> _Key | None:
             x.is_neg(),
             more,
         )
-    except RuntimeError:  # sparse, nested and wrapped tensors: no storage, or none of their own
+    except RuntimeError:  # sparse, nested and wrapped tensors: no storage; inference tensors: no version
         return None
 
 

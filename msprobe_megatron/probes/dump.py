@@ -19,6 +19,7 @@ from msprobe_megatron.measure.once import SeenTensors, key_of
 from msprobe_megatron.record.batches import SitesFile, StepBatch
 from msprobe_megatron.record.schema import Row
 from msprobe_megatron.record.slots import SlotTable
+from msprobe_megatron.record.table import Columns
 from msprobe_megatron.record.tensors import TensorPacks
 from msprobe_megatron.topology.coordinates import Coordinates
 from msprobe_megatron.topology.index_map import Numbering, index_map
@@ -65,6 +66,7 @@ class DumpProbe:
         self._saved: dict[int | None, str] = {}
         self._rows: list[Row] = []
         self._sites_file = SitesFile()
+        self._columns = Columns()
         self._dtypes: dict[torch.dtype, str] = {}
         self.matched: set[str] = set()
         self.fired: Counter[str] = Counter()
@@ -209,7 +211,9 @@ class DumpProbe:
         if self._packs is not None:
             self._packs.finish()
         only = self._config.task == "nonfinite"
-        return StepBatch(self._clock.step, rows, self._slots.seal(), sites, complete, only, self._sites_file)
+        return StepBatch(
+            self._clock.step, rows, self._slots.seal(), sites, complete, only, self._sites_file, self._columns
+        )
 
 
 def _matcher(text: str) -> Callable[[str], bool]:

@@ -44,6 +44,10 @@ class Targets:
         hits = [start for n in range(1, len(parts) + 1) if self._found(start := ".".join(parts[:n]))]
         return bool(hits)
 
+    def inside(self, name: str) -> bool:
+        """Whether the module of this name is watched, or is part of one that is."""
+        return self.parameter(name)
+
     def tensor(self, name: str, io: str, gradient: bool, position: int) -> bool:
         """Whether a tensor is watched: the one at ``position`` of the arguments or results of a module."""
         target = self._targets.get(name)

@@ -14,7 +14,7 @@ from msprobe_megatron.record.json_text import json_text
 from msprobe_megatron.record.nonfinite import origin
 from msprobe_megatron.record.schema import Row
 from msprobe_megatron.record.slots import SealedSlots
-from msprobe_megatron.record.table import build_table
+from msprobe_megatron.record.table import Columns, build_table
 
 ROW_BYTES = 512
 """Memory of a waiting row: the tuple, its numbers and its shape; names are shared between rows."""
@@ -107,6 +107,7 @@ class StepBatch:
     complete: bool
     only_nonfinite: bool = False
     sites_file: SitesFile = field(default_factory=SitesFile, compare=False)
+    columns: Columns = field(default_factory=Columns, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +123,7 @@ class StepBatch:
         folder = f"step_{self.step:06d}/rank_{identity['rank']:05d}"
         floats, counts = self.slots.wait()
         rows = origin(self.rows, counts) if self.only_nonfinite else self.rows
-        table = build_table(self.step, rows, floats, counts, identity, self.slots.numbered())
+        table = build_table(self.step, rows, floats, counts, identity, self.slots.numbered(), self.columns)
         table = table.replace_schema_metadata(
             {**table.schema.metadata, b"complete": b"true" if self.complete else b"false"}
         )

@@ -1,7 +1,8 @@
 """Rows and figures of one step as an Arrow table.
 
 Runs in the writer thread, which shares the interpreter with training: hence whole columns at a time, and no
-Python code for each cell.
+Python code for each cell. Steps of a training are alike: where the rows of a step are those of the last one, all columns
+that do not hold figures are taken over.
 """
 
 from __future__ import annotations
@@ -16,6 +17,48 @@ import pyarrow as pa
 from msprobe_megatron.record.schema import COUNT_COLUMNS, FLOAT_COLUMNS, IDENTITY_COLUMNS, Row, arrow_schema
 
 _FROM_ROW = frozenset(Row._fields) - {"slot", "site"}
+_SCHEMA = arrow_schema()
+_MOST_ROWS = 20_000
+
+
+class Columns:
+    """The columns of the last step that hold no figures, and the rows they were made of.
+
+    Example::
+
+        columns = Columns()
+        build_table(10, rows, floats, counts, identity, columns=columns)
+    """
+
+    def __init__(self) -> None:
+        self._rows: Sequence[Row] | None = None
+        self._identity: Mapping[str, int] = {}
+        self._slot: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._arrays: dict[str, pa.Array] = {}
+
+    def of(self, rows: Sequence[Row], identity: Mapping[str, int]) -> tuple[dict[str, pa.Array], npt.NDArray[np.int64]]:
+        """Arrays by name, and the slot of each row."""
+        # Equal rows are mostly the very same objects, which Python compares first.
+        if self._rows is None or rows != self._rows or identity != self._identity:
+            self._make(rows, identity)
+            # To keep the rows of a large step would cost more memory than making its columns costs time.
+            self._rows, self._identity = rows if len(rows) <= _MOST_ROWS else None, dict(identity)
+        return self._arrays, self._slot
+
+    def _make(self, rows: Sequence[Row], identity: Mapping[str, int]) -> None:
+        cells = dict(zip(Row._fields, zip(*rows, strict=True), strict=True))
+        columns: dict[str, Any] = {name: cells[name] for name in _FROM_ROW}
+        for name in IDENTITY_COLUMNS:
+            columns[name] = np.full(len(rows), identity[name], np.int32 if name == "rank" else np.int16)
+        site = np.array(cells["site"], np.int32)
+        columns["site"] = site
+        masks = {"site": site < 0}
+        self._slot = np.array(cells["slot"], np.int64)
+        self._arrays = {
+            field.name: _column(columns[field.name], field.type, masks.get(field.name))
+            for field in _SCHEMA
+            if field.name in columns
+        }
 
 
 def build_table(
@@ -25,30 +68,29 @@ def build_table(
     counts: npt.NDArray[np.int64],
     identity: Mapping[str, int],
     numbered: tuple[npt.NDArray[np.uint64], npt.NDArray[np.float32]] | None = None,
+    columns: Columns | None = None,
 ) -> pa.Table:
     """Return the table of a step; figures that are not finite, or whose slot was never filled, become null.
+
+    ``columns`` remembers those of the last step.
 
     Example::
 
         table = build_table(10, rows, *sealed.wait(), {"rank": 3, "tp": 1, ...})
     """
-    schema = arrow_schema()
     if not rows:
-        return schema.empty_table()
-    cells = dict(zip(Row._fields, zip(*rows, strict=True), strict=True))
-    columns: dict[str, Any] = {name: cells[name] for name in _FROM_ROW}
-    columns["step"] = np.full(len(rows), step, np.int64)
-    for name in IDENTITY_COLUMNS:
-        columns[name] = np.full(len(rows), identity[name], np.int32 if name == "rank" else np.int16)
-    site = np.array(cells["site"], np.int32)
-    masks = {"site": site < 0}
-    columns["site"] = site
-    slot = np.array(cells["slot"], np.int64)
-    _add_figures(columns, masks, slot, floats, counts)
+        return _SCHEMA.empty_table()
+    same, slot = (columns or Columns()).of(rows, identity)
+    figures: dict[str, Any] = {"step": np.full(len(rows), step, np.int64)}
+    masks: dict[str, npt.NDArray[np.bool_]] = {}
+    _add_figures(figures, masks, slot, floats, counts)
     if numbered is not None:
-        _add_numbered(columns, masks, slot, *numbered)
-    arrays = [_column(columns[field.name], field.type, masks.get(field.name)) for field in schema]
-    return pa.table(arrays, schema=schema)
+        _add_numbered(figures, masks, slot, *numbered)
+    arrays = [
+        _column(figures[field.name], field.type, masks.get(field.name)) if field.name in figures else same[field.name]
+        for field in _SCHEMA
+    ]
+    return pa.table(arrays, schema=_SCHEMA)
 
 
 def _add_figures(

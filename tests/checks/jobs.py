@@ -136,7 +136,30 @@ def _nan_in_layer(at: int, chunks: Any) -> None:
         around(module, forward)
 
 
+def _damaged(method: str, axis: str) -> Callable[[int], None]:
+    """What a method of the process group brings is not what it should be, on the second rank of an axis, once a step."""
+
+    def before(at: int) -> None:
+        from torch.distributed import ProcessGroup
+
+        healthy, steps = getattr(ProcessGroup, method), set()
+
+        def damaged(group: Any, tensors: Any, *args: Any) -> Any:
+            work = healthy(group, tensors, *args)
+            if Now.step >= at and Now.step not in steps and _rank(axis) == 1 and tensors[0].is_floating_point():
+                work.wait()
+                steps.add(Now.step)
+                tensors[0].data.view(-1)[0] += 0.5
+            return work
+
+        setattr(ProcessGroup, method, damaged)
+
+    return before
+
+
 BEFORE = {
+    "damaged_reduction": _damaged("allreduce", "tp"),
+    "damaged_message": _damaged("recv", "pp"),
     "bad_batch": _bad_batch,
     "norms_not_reduced": _norms_not_reduced,
     "embedding_not_synchronised": _embedding_not_synchronised,

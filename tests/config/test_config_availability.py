@@ -6,7 +6,6 @@ from msprobe_megatron.config import NOT_YET
 
 ASKING = {
     "perturb": "perturb: {}",
-    "checks.collectives": "checks: {collectives: true}",
 }
 
 
@@ -49,7 +48,8 @@ def test_what_the_release_does(probe):
     assert config.dump is not None
 
 
-def test_refusal_is_the_default(probe, tmp_path):
+def test_refusal_is_the_default(probe, tmp_path, monkeypatch):
+    monkeypatch.setitem(NOT_YET, "checks.collectives", "not here; accepted: false")
     from msprobe_megatron.config import ConfigError, load
 
     (tmp_path / "a.yaml").write_text("checks: {collectives: true}")

@@ -5,7 +5,8 @@ import pytest
 
 EVERYTHING = """
 monitor: {activations: true, gradients: true, clipped: true, microbatch_gradients: true, optimizer: true,
-          master_weights: true, update: true, agreement: true, parameters: true, data: true, comm: true}
+          master_weights: true, update: true, agreement: true, parameters: true, data: true, comm: true,
+          metrics: [attention, router, stable_rank]}
 """
 SHAPE = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 64"

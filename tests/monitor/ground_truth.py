@@ -60,6 +60,10 @@ class Truth:
             for entry in names.modules(chunk):
                 if type(entry.module).__name__ == "TransformerLayer":
                     entry.module.register_forward_hook(self._layer(entry.name), with_kwargs=True)
+                elif type(entry.module).__name__ == "DotProductAttention":
+                    entry.module.register_forward_hook(self._attention(entry.name), with_kwargs=True)
+                elif type(entry.module).__name__ == "TopKRouter":
+                    entry.module.register_forward_hook(self._router(entry.name))
         original, truth = _ParamAndGradBucketGroup.start_grad_sync, self
 
         def start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,6 +96,40 @@ class Truth:
                 result.register_hook(lambda g: self.put("gradient", name, "output", "0", number, g))
             if hidden.requires_grad:
                 hidden.register_hook(lambda g: self.put("gradient", name, "input", "hidden_states", number, g))
+
+        return hook
+
+    def _number(self, name: str) -> int:
+        self._calls[name] = self._calls.get(name, -1) + 1
+        return self._calls[name]
+
+    def _attention(self, name: str) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            query, key = (x.detach().double().numpy() for x in args[:2])
+            number, entropies, largest = self._number(name), [], []
+            for head in range(query.shape[2]):
+                logits = query[:, 0, head] @ key[:, 0, head].T / np.sqrt(query.shape[-1])
+                for row, line in enumerate(logits):
+                    seen = line[: row + 1]  # causal
+                    shares = np.exp(seen - seen.max()) / np.exp(seen - seen.max()).sum()
+                    entropies.append(-(shares * np.log(shares)).sum())
+                    largest.append(seen.max())
+            self.put("scalar", name, "attention_entropy", "", number, torch.tensor(entropies))
+            self.put("scalar", name, "attention_logit", "", number, torch.tensor(largest))
+
+        return hook
+
+    def _router(self, name: str) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            number, routing = self._number(name), output[1].numpy()
+            self.put("scalar", name, "expert_load", "", number, torch.tensor(routing.sum(0)))
+            dropped = routing.shape[0] * module.topk - routing.sum()
+            self.put("scalar", name, "dropped_tokens", "", number, torch.tensor(float(dropped)))
+            hidden = args[0].detach().double().numpy().reshape(-1, args[0].shape[-1])
+            logits = hidden @ module.weight.detach().double().numpy().T
+            shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+            entropy = -(shares * np.log(shares)).sum(1)
+            self.put("scalar", name, "router_entropy", "", number, torch.tensor(entropy))
 
         return hook
 
@@ -148,7 +186,13 @@ class Truth:
             assert leaf is not None
         for chunk in self.chunks:
             for parameter in chunk.parameters():
-                self.put("parameter", self._names[id(parameter)], "weight", "before", None, parameter)
+                name = self._names[id(parameter)]
+                self.put("parameter", name, "weight", "before", None, parameter)
+                if parameter.dim() == 2 and "embedding" not in name:
+                    singular = np.linalg.svd(parameter.detach().double().numpy(), compute_uv=False)
+                    self.put("scalar", name, "spectral_norm", "", None, torch.tensor(singular[0]))
+                    rank = (singular**2).sum() / singular[0] ** 2
+                    self.put("scalar", name, "stable_rank", "", None, torch.tensor(rank))
 
     def _inner_step(self, inner: Any, *ignored: Any) -> None:
         for leaf, parameter, main, _ in self._owned():

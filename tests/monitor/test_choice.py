@@ -144,3 +144,22 @@ def test_rows_of_a_step_that_failed_are_kept(tmp_path):
     model(torch.ones(2, 3))
     session.close()
     assert {row["kind"] for row in rows_of(tmp_path / "out", 0)} >= {"activation"}
+
+
+def test_switched_off_and_on_while_the_job_runs(tmp_path):
+    from msprobe_megatron.config.orders import Order
+
+    config = from_document({"monitor": {"collect_times": 2}}, "probe.yaml", Overrides(output=str(tmp_path / "out")))
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with attach(model, optimizer, config, step=0) as session:
+        for step in range(8):
+            if step in (1, 4):
+                assert session.parts.obey(Order(monitor=step == 4))
+                session._next = session.parts.next_from(step)
+                assert not model.pair._forward_hooks
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+    # Off after the first step, on again at 4 for the two that collect_times allows.
+    assert sorted({row["step"] for row in rows_of(tmp_path / "out", 0)}) == [0, 4, 5]

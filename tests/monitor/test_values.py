@@ -13,6 +13,13 @@ OPTIMIZERS = {
 }
 WEIGHTS = ("grad_unreduced", "grad_reduced", "grad_clipped", "optimizer_state", "update", "parameter")
 EXACT = ("min", "max", "absmax")
+# A ratio is worked out from sums of squares; attention is looked at in float32 and here in float64; a singular value
+# is approached from below, and two of a small random matrix may lie close together.
+SLACK = {
+    "ratio": 1e-6,
+    **dict.fromkeys(("attention_entropy", "attention_logit", "router_entropy"), 1e-4),
+    **{"spectral_norm": 0.05, "stable_rank": 0.1},
+}
 
 
 def key_of(row):
@@ -21,14 +28,14 @@ def key_of(row):
 
 def check(row, truth, what):
     low, high, total, squares, absmax, zeros, numel, magnitude = truth
-    # A ratio is worked out on the host, from sums of squares: the test divides norms.
-    slack = 1e-6 if row["io"] == "ratio" else 0.0
+    slack = SLACK.get(row["io"], 0.0)
     for column, expected in zip(EXACT, (low, high, absmax), strict=True):
-        assert row[column] == pytest.approx(expected, rel=slack, abs=0.0), f"{what}: {column}"
+        assert row[column] == pytest.approx(expected, rel=slack, abs=slack * 1e-2), f"{what}: {column}"
     assert row["numel"] == numel, what
-    assert row["n_zero"] == zeros and row["n_nan"] == row["n_posinf"] == row["n_neginf"] == 0, what
-    assert row["sum"] == pytest.approx(total, rel=1e-6, abs=1e-6 * magnitude), f"{what}: sum"
-    assert row["sumsq"] == pytest.approx(squares, rel=3e-6), f"{what}: sumsq"
+    assert row["n_zero"] == zeros or "entropy" in row["io"], what
+    assert row["n_nan"] == row["n_posinf"] == row["n_neginf"] == 0, what
+    assert row["sum"] == pytest.approx(total, rel=1e-6 + slack, abs=1e-6 * magnitude), f"{what}: sum"
+    assert row["sumsq"] == pytest.approx(squares, rel=3e-6 + 2 * slack), f"{what}: sumsq"
 
 
 @pytest.mark.parametrize("name", JOBS)

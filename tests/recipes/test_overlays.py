@@ -8,6 +8,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from msprobe_megatron.analyse.diagnose import diagnose
+from msprobe_megatron.analyse.load import open_run
 from msprobe_megatron.config import ConfigError, load
 from msprobe_megatron.overlays import all_overlays, find, read
 from tests.forked import run_forked
@@ -126,13 +128,24 @@ def demo(argv):
     return run(argv).losses
 
 
+PROBE = """steps: [0, 1]
+dump: {level: L0, task: statistics}
+monitor: {alerts: [nonfinite, spike]}
+perturb: {budget: all}
+"""
+
+
+def has_perturbed(path):
+    return "perturb" in pq.read_table(path, columns=["kind"])["kind"].to_pylist()
+
+
 # Overlays that shrink to the same flags train once.
 ARCHITECTURES = {overlay.demo: name for name, overlay in reversed(OVERLAYS.items())}
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES.values()))
 def test_the_architecture_trains_under_the_kit(name, tmp_path):
-    (tmp_path / "probe.yaml").write_text("steps: [0, 1]\ndump: {level: L0, task: statistics}\n")
+    (tmp_path / "probe.yaml").write_text(PROBE)
     kit = ["--msprobe-config", str(tmp_path / "probe.yaml"), "--msprobe-output", str(tmp_path / "out")]
     (plain,) = run_forked(1, demo, list(OVERLAYS[name].demo))
     (probed,) = run_forked(1, demo, [*OVERLAYS[name].demo, *kit])
@@ -141,6 +154,14 @@ def test_the_architecture_trains_under_the_kit(name, tmp_path):
     table = pq.read_table(tmp_path / "out/step_000001/rank_00000/records.parquet")
     kinds = set(table["kind"].to_pylist())
     assert {"activation", "gradient", "parameter", "grad_reduced", "loss"} <= kinds
+    (watched,) = (tmp_path / "out/monitor/rank_00000").glob("*.parquet")
+    assert {"activation", "grad_reduced", "optimizer_state", "throughput"} <= set(
+        pq.read_table(watched)["kind"].to_pylist()
+    )
+    examined = [path for path in (tmp_path / "out").rglob("*.parquet") if has_perturbed(path)]
+    assert examined
+    # A healthy model in bf16: no suspect, no alert, no replica, nothing that did not happen.
+    assert [finding.text for finding in diagnose(open_run(tmp_path / "out")).findings] == []
 
 
 @pytest.mark.skipif(not os.environ.get("MODELLINK_PATH"), reason="$MODELLINK_PATH names no checkout")
