@@ -17,13 +17,17 @@ from msprobe_megatron.topology.groups import GroupFacts, group_facts
 
 # Calls after which all members must hold the same.
 _SAME_EVERYWHERE = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor")
+_SPREAD = "reduce_scatter_tensor"
 _SUMS = ("SUM", "AVG")
 Measure = Callable[[torch.Tensor], int]
 """`measure(tensor)`: the slot with its figures and digest, -1 when there is none."""
 
 
 class Call(NamedTuple):
-    """One tensor of one call: what, slots of input (of reductions, else -1) and output, and of what."""
+    """One tensor of one call: what, slots of input (of reductions, else -1) and output, and of what.
+
+    ``spread``: the result is cut over the members, so that only all of it together is the sum.
+    """
 
     name: str
     before: int
@@ -31,6 +35,7 @@ class Call(NamedTuple):
     numel: int
     dtype: str
     mean: bool
+    spread: bool = False
 
 
 class Exchanged(NamedTuple):
@@ -110,10 +115,10 @@ class CollectiveTaker:
             return None
         if exchange.op == "recv":
             return (facts, "recv", []) if exchange.peer is not None else None
-        if exchange.op not in _SAME_EVERYWHERE:
+        if exchange.op not in (*_SAME_EVERYWHERE, _SPREAD):
             return None
         number = self._numbers[facts, exchange.op] = self._numbers.get((facts, exchange.op), -1) + 1
-        summed = exchange.op == "all_reduce" and exchange.reduction in _SUMS
+        summed = exchange.op in ("all_reduce", _SPREAD) and exchange.reduction in _SUMS
         before = [self._measure(tensor) for tensor in exchange.sources] if summed else []
         return facts, f"{exchange.op}.{number}", before
 
@@ -127,8 +132,9 @@ class CollectiveTaker:
             slot = before[index] if index < len(before) else -1
             dtype = str(tensor.dtype).removeprefix("torch.")
             path = f"[{index}]" if len(exchange.targets) > 1 else ""
-            mean = exchange.reduction == "AVG"
-            calls.append(Call(f"{name}{path}", slot, self._measure(tensor), tensor.numel(), dtype, mean))
+            mean, spread = exchange.reduction == "AVG", exchange.op == _SPREAD
+            numel = exchange.sources[index].numel() if index < len(exchange.sources) else tensor.numel()
+            calls.append(Call(f"{name}{path}", slot, self._measure(tensor), numel, dtype, mean, spread))
 
     def _group(self, group: Any) -> GroupFacts | None:
         """Who is in a group; None for one that is not wholly checked, or has one member."""

@@ -48,7 +48,7 @@ class Communication:
     def post(self, number: int, exchanged: Exchanged, figures: Figures) -> None:
         """Leave for the others what they need."""
         for facts, calls in exchanged.groups.items():
-            topic, words = _topic(facts), figures.words([call.after for call in calls])
+            topic, words = _topic(facts), _results(calls, figures)
             self._board.post(f"{topic}/fold", number, folded(words))
             if self._rank == facts.ranks[0]:
                 self._board.post(f"{topic}/vector", number, words.tobytes())
@@ -64,7 +64,7 @@ class Communication:
             try:
                 found += self._results(number, facts, calls, figures, until)
                 if self._rank == facts.ranks[0] and len(facts.ranks) <= MOST_MEMBERS:
-                    found += self._added(number, facts, calls, figures, until)
+                    found += self._added(number, facts, calls, until)
             except Missing as error:
                 self._missed(f"communication over {facts.label}", str(error))
         for peer, slots in exchanged.received.items():
@@ -80,7 +80,7 @@ class Communication:
         def read(topic: str, rank: int) -> bytes:
             return self._board.read(f"{_topic(facts)}/{topic}", number, rank, until)
 
-        words = figures.words([call.after for call in calls])
+        words = _results(calls, figures)
         differing = compare(words, 0, self._rank, facts.ranks, read)
         if differing is None:
             return []
@@ -88,14 +88,14 @@ class Communication:
         text = f"the result of {names[0]} over {facts.label} is not the same on ranks {differing.odd}"
         return [_found(facts, "collectives", names, differing.odd, text)]
 
-    def _added(self, number: int, facts: GroupFacts, calls: list[Call], figures: Figures, until: float) -> list[Found]:
+    def _added(self, number: int, facts: GroupFacts, calls: list[Call], until: float) -> list[Found]:
         told = self._board.read_all(f"{_topic(facts)}/sums", number, facts.ranks, until)
         members = [json.loads(content) for content in told.values()]
         wrong = [
             call.name
             for place, call in enumerate(calls)
             if all(place < len(member) for member in members)
-            and not _is_sum(call, [member[place] for member in members], figures)
+            and not _is_sum(call, [member[place] for member in members])
         ]
         if not wrong:
             return []
@@ -115,23 +115,28 @@ class Communication:
         return [_found(facts, "collectives", wrong, [peer, self._rank], text)]
 
 
+def _results(calls: list[Call], figures: Figures) -> Words:
+    """Digests of what all members must hold alike; zero where each holds a part of its own."""
+    return figures.words([-1 if call.spread else call.after for call in calls])
+
+
 def _sums(call: Call, figures: Figures) -> list[float] | None:
-    """Sum and norm of what this rank gave to a reduction; None where that says nothing."""
-    if call.before < 0 or (figures.counts[call.before, :3] != 0).any():
+    """Sum and norm of what this rank gave to a reduction, sum of what it got; None where that says nothing."""
+    if min(call.before, call.after) < 0 or (figures.counts[[call.before, call.after], :3] != 0).any():
         return None
-    return [float(figures.floats[call.before, 2]), math.sqrt(float(figures.floats[call.before, 3]))]
+    given, got = figures.floats[call.before], figures.floats[call.after]
+    return [float(given[2]), math.sqrt(float(given[3])), float(got[2])]
 
 
-def _is_sum(call: Call, given: list[list[float] | None], figures: Figures) -> bool:
+def _is_sum(call: Call, told: list[list[float] | None]) -> bool:
     """Whether an output can be the sum of the inputs: each addition rounds, and all roundings may point one way."""
-    known = [sums for sums in given if sums is not None]
-    if len(known) != len(given) or call.after < 0 or (figures.counts[call.after, :3] != 0).any():
+    known = [sums for sums in told if sums is not None]
+    if len(known) != len(told):
         return True
-    expected, result = sum(sums[0] for sums in known), float(figures.floats[call.after, 2])
-    if call.mean:
-        expected /= len(given)
-    scale = math.sqrt(call.numel) * sum(sums[1] for sums in known)
-    return abs(expected - result) <= (2 * len(given) * _EPS.get(call.dtype, 1e-12) + 1e-12) * scale + 1e-300
+    expected = sum(given for given, _, _ in known) / (len(known) if call.mean else 1)
+    result = sum(got for _, _, got in known) if call.spread else known[0][2]
+    scale = math.sqrt(call.numel) * sum(norm for _, norm, _ in known)
+    return abs(expected - result) <= (2 * len(known) * _EPS.get(call.dtype, 1e-12) + 1e-12) * scale + 1e-300
 
 
 def _found(facts: GroupFacts, check: str, names: list[str], ranks: list[int], text: str) -> Found:

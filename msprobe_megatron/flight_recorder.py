@@ -24,7 +24,8 @@ from msprobe_megatron.last_words import LAST_WORDS
 from msprobe_megatron.parts import Job, Part
 from msprobe_megatron.record.batches import StepBatch, WriterCounts
 from msprobe_megatron.record.directory import RunDirectory
-from msprobe_megatron.record.schema import IDENTITY_COLUMNS
+from msprobe_megatron.record.schema import IDENTITY_COLUMNS, Row
+from msprobe_megatron.record.sightings import rows_of
 
 Batches = tuple[StepBatch, ...]
 
@@ -154,12 +155,13 @@ class FlightRecorder(Part):
         bad = np.asarray((counts[:, :3] > 0).any(axis=1))
         if not bad.any():
             return
-        found = {(row.kind, row.name, row.io, row.path) for row in batch.rows if row.slot >= 0 and bad[row.slot]}
+        rows = [row for row in rows_of(batch.rows) if row.slot >= 0 and bad[row.slot]]
+        found = {(row.kind, row.name, row.io, row.path) for row in rows}
         # A mask of -Inf is there at every step: what was bad before is no news.
         new = found - self._bad
         self._bad |= found
         if new and (self._last < 0 or batch.step - self._last >= self.asked.keep_steps):
-            first = min((row for row in batch.rows if (row.kind, row.name, row.io, row.path) in new), key=_seq)
+            first = min((row for row in rows if (row.kind, row.name, row.io, row.path) in new), key=_seq)
             self._write(f"non-finite {first.name} {first.io} ({first.kind})", batch.step, kept)
 
     def keep(self, reason: str, step: int) -> None:
@@ -233,5 +235,5 @@ class Look:
         """Nothing was lost that had been asked for."""
 
 
-def _seq(row: Any) -> int:
-    return int(row.seq)
+def _seq(row: Row) -> int:
+    return row.seq

@@ -60,12 +60,13 @@ class Monitoring(Part):
         self._pending: list[MonitorBatch] = []
         self._handed_over = 0.0
         device = backends.select()
+        self._slot_bytes = min(_SLOT_BYTES, job.config.limits.host_memory // 4)
         slots = SlotTable(
             device.device,
             _ROWS_PER_BLOCK,
             float_dtype=device.float_dtype,
             to_host=device.to_host,
-            limit_bytes=min(_SLOT_BYTES, job.config.limits.host_memory // 4),
+            limit_bytes=self._slot_bytes,
             digest=asked.data,
         )
         self._probe = probe = MonitorProbe(asked, job.clock, slots, job.watchers, job.fault)
@@ -233,11 +234,18 @@ class Monitoring(Part):
             f"monitor: gradients at the step of {name} cannot be seen: it has no step hooks"
             for name in sorted(self._optimizer.without_hooks)
         ]
+        no_room = self._probe.ledger()["no_room"]
+        if no_room:
+            found.append(
+                f"monitor: {no_room} rows did not fit into {self._slot_bytes} bytes of slots; choose targets, or"
+                " microbatch_gradients: false"
+            )
         if not self._watched_steps and last_step >= 0:
             found.append(f"monitor: no step was watched: the last one was {last_step}")
-        found += [
-            f"monitor.metrics: {name}: nothing of this rank has it" for name, n in self._metrics.found.items() if not n
-        ]
+        if self._job.where.pp_size == 1:  # another stage may have what this one has not
+            found += [
+                f"monitor.metrics: {name}: no such module here" for name, n in self._metrics.found.items() if not n
+            ]
         if self.asked.targets and not self._modules.watched and not len(self._watched):
             found.append("monitor.targets: nothing of it is on this rank")
         return found

@@ -170,11 +170,15 @@ class Parts:
         for part in active:
             part.finish(complete)
 
+    def silence(self) -> None:
+        """In the middle of a step: let every part ignore what it sees. torch may be walking over its hooks just now."""
+        self.active = []
+        _each([part.pause for part in self.all])
+
     def remove(self) -> None:
         """Take everything of every part away from the model."""
         self.active = []
-        for part in self.all:
-            part.remove()
+        _each([part.remove for part in self.all])
 
     def ledger(self) -> dict[str, Any]:
         """The ledgers of all parts: that of the dump stands at the top, the others under their names."""
@@ -182,3 +186,15 @@ class Parts:
         for part in self.all:
             found.update(part.ledger() if part.name == "dump" else {part.name: part.ledger()})
         return found
+
+
+def _each(calls: Sequence[Callable[[], None]]) -> None:
+    """Make every call, whatever becomes of the others; then raise the first error."""
+    errors = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

@@ -24,6 +24,11 @@ def make_parts(job: Job) -> list[Part]:
     """
     config = job.config
     parts: list[Part] = []
+    if config.replay is not None:
+        # Reads a run directory, which nothing else does in training.
+        from msprobe_megatron.replaying import Replaying
+
+        parts.append(Replaying(job, config.replay))
     if config.dump is not None:
         parts.append(Dumping(job, config.dump))
     # Before the monitor, whose alerts ask for what was kept up to the step they are about.

@@ -55,6 +55,7 @@ class Entry:
     name: str = ""
     original: Any = field(default=None, repr=False)
     replacement: Any = field(default=None, repr=False)
+    events: Any = field(default=None, repr=False)
     inherited: bool = False
     aliases: list[Any] = field(default_factory=list, repr=False)
     swept: int = -1
@@ -179,6 +180,20 @@ def _replace(entry: Entry, events: Any) -> None:
     entry.inherited = name not in space
     raw = getattr(owner, name) if entry.inherited else space[name]
     raw = _alive(raw)
+    # Bound again on every recorded step: the replacement of the same function is used again.
+    if entry.replacement is None or raw is not entry.original or events is not entry.events:
+        _make_replacement(entry, raw, events)
+    setattr(owner, name, entry.replacement)
+    if entry.patch.sweep:
+        # All modules are looked through when there are new ones; a patch may be bound again on every recorded step.
+        known = list(sys.modules.values()) if entry.swept != len(sys.modules) else entry.aliases
+        entry.swept = len(sys.modules)
+        entry.aliases = list(_aliases(raw, name, owner, known))
+        for module in entry.aliases:
+            setattr(module, name, entry.replacement)
+
+
+def _make_replacement(entry: Entry, raw: Any, events: Any) -> None:
     function = _function(raw)
     wrapped = entry.patch.wrap(function, events)
 
@@ -201,14 +216,7 @@ def _replace(entry: Entry, events: Any) -> None:
     replacement.__msprobe_live__ = live  # type: ignore[attr-defined]
     entry.original = raw
     entry.replacement = type(raw)(replacement) if isinstance(raw, staticmethod | classmethod) else replacement
-    setattr(owner, name, entry.replacement)
-    if entry.patch.sweep:
-        # All modules are looked through when there are new ones; a patch may be bound again on every recorded step.
-        known = list(sys.modules.values()) if entry.swept != len(sys.modules) else entry.aliases
-        entry.swept = len(sys.modules)
-        entry.aliases = list(_aliases(raw, name, owner, known))
-        for module in entry.aliases:
-            setattr(module, name, entry.replacement)
+    entry.events = events
 
 
 def _function(raw: Any) -> Any:

@@ -169,7 +169,7 @@ class Session:
     def _start(self, step: int, schedule: str) -> None:
         if self._next < 0:
             self._next = NEVER
-            self._rest()
+            self._rest(self.parts.remove)
             return
         if not self.parts.choose(step):
             self._next = self.parts.next_from(step)
@@ -316,12 +316,12 @@ class Session:
         # When the next step begins, the thread that trains takes away what other threads and running calls cannot.
         self._next = -1
         if self._guard.take(error, where):
-            self._rest(error)
+            self._rest(self.parts.silence, error)
 
-    def _rest(self, error: BaseException | None = None) -> None:
+    def _rest(self, quiet: Callable[[], None], error: BaseException | None = None) -> None:
         self._recording = False
         try:
-            self.parts.remove()
+            quiet()
             self._while_recording.revert()
         except Exception as another:  # the original fault is the one to report
             self.faults.append(f"disarm: {another}")

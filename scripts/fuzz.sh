@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Damaged run directories for as long as you like: no answer but our own errors.
+# Hostile inputs for as long as you like: damaged run directories, msprobe dumps, overlays of recipes, checkpoints and
+# probe files, every round with new ones. No answer but our own errors, nothing written elsewhere.
 #
 #   bash scripts/fuzz.sh [SECONDS]      default: one hour
 set -euo pipefail
@@ -8,10 +9,23 @@ source scripts/setup_env.sh
 setup_env dev
 setup_processes
 end=$((SECONDS + ${1:-3600}))
-seed=1
+cases=${MSPROBE_FUZZ_CASES:-100}
+seed=${MSPROBE_FUZZ_SEED:-1}
+rounds=0
+inputs=0
 while [ "$SECONDS" -lt "$end" ]; do
-    MSPROBE_FUZZ_SEED=$seed MSPROBE_FUZZ_CASES=${MSPROBE_FUZZ_CASES:-300} \
-        "$MSPROBE_PYTHON" -m pytest -q -m trust tests/trust/test_untrusted_files.py || { echo "failed with seed $seed"; exit 1; }
+    log=$(mktemp)
+    # 250 examples a test stand in tests/config/test_config_fuzz.py.
+    if ! MSPROBE_FUZZ_SEED=$seed MSPROBE_FUZZ_CASES=$cases "$MSPROBE_PYTHON" -m pytest -q -m "trust or not trust" \
+        --hypothesis-seed="$seed" -s tests/trust/test_untrusted_files.py tests/trust/test_untrusted_inputs.py \
+        tests/config/test_config_fuzz.py >"$log" 2>&1; then
+        cat "$log"
+        echo "failed with seed $seed after $inputs inputs"
+        exit 1
+    fi
+    inputs=$((inputs + $(grep -ao 'inputs tried: [0-9]*' "$log" | awk '{n += $3} END {print n + 0}')))
+    rm -f "$log"
     seed=$((seed + 1))
+    rounds=$((rounds + 1))
+    echo "$rounds rounds, $inputs inputs, $SECONDS s: no crash"
 done
-echo "no crash in $((seed - 1)) rounds"

@@ -74,6 +74,7 @@ TOP = {
         "saving",
         "seeding",
         "reproducing",
+        "replaying",
         "while_recording",
         "arming",
         "cli",

@@ -97,7 +97,7 @@ def meet(left: Sequence[Part], right: Sequence[Part]) -> Iterator[tuple[View, Vi
     if any(part.flat for part in (*left, *right)):
         sides = [_flat(parts, whole) for parts in (left, right)]
         return None if sides[0] is None or sides[1] is None else _meet_flat(sides[0], sides[1])
-    if not _covers(left, whole) or not _covers(right, whole):
+    if not covers(left, whole) or not covers(right, whole):
         return None
     return _meet_boxes(left, right)
 
@@ -116,7 +116,8 @@ def _in_order(part: Part, dims: tuple[str, ...]) -> Part:
     )
 
 
-def _covers(parts: Sequence[Part], whole: Index) -> bool:
+def covers(parts: Sequence[Part], whole: Index) -> bool:
+    """Whether the shards have as many elements as the whole."""
     return sum(math.prod(sum(count for _, count, _ in held) for held in part.segments) for part in parts) == math.prod(
         whole
     )
@@ -146,9 +147,9 @@ def _flat(parts: Sequence[Part], whole: Index) -> list[tuple[View, int]] | None:
     if len(parts) == 1 and not parts[0].flat and parts[0].complete:
         return [(View(parts[0].view.dtype, parts[0].view.words.reshape(-1)), 0)]
     if not all(part.flat for part in parts):
-        if any(part.flat for part in parts) or not _covers(parts, whole):
+        if any(part.flat for part in parts) or not covers(parts, whole):
             return None
-        return [(View(parts[0].view.dtype, _together(parts, whole)), 0)]
+        return [(View(parts[0].view.dtype, together(parts, whole)), 0)]
     runs = [
         (View(part.view.dtype, part.view.words.reshape(-1)[first : first + count]), start)
         for part in parts
@@ -163,7 +164,13 @@ def _flat(parts: Sequence[Part], whole: Index) -> list[tuple[View, int]] | None:
     return runs if at == math.prod(whole) else None
 
 
-def _together(parts: Sequence[Part], whole: Index) -> Any:
+def together(parts: Sequence[Part], whole: Index) -> Any:
+    """The whole tensor, copied together from shards that are not flat; its words in one dimension.
+
+    Example::
+
+        together(parts, (16, 2, 8)).reshape(16, 2, 8)
+    """
     buffer = np.empty(whole, parts[0].view.words.dtype)
     for part in parts:
         for box in itertools.product(*part.segments):

@@ -21,6 +21,8 @@ _RUN: dict[str, type | tuple[type, ...]] = {
     "world": int,
     "sizes": dict,
     "versions": dict,
+    "environment": dict,
+    "sources": dict,
     "arguments": dict,
     "ranks": list,
     "probe": dict,

@@ -16,6 +16,7 @@ from msprobe_megatron.analyse.anomalies import Anomaly, anomalies
 from msprobe_megatron.analyse.judge import judge
 from msprobe_megatron.analyse.load import Run
 from msprobe_megatron.analyse.match import Pairs, match
+from msprobe_megatron.analyse.monitor_files import steps_of
 from msprobe_megatron.analyse.order import causal_order, forward_places
 from msprobe_megatron.analyse.ranks import RankFinder
 from msprobe_megatron.analyse.source import NonFinite, first_non_finite, non_finite_counts
@@ -66,18 +67,21 @@ def diagnose(run: Run, step: int | None = None) -> Diagnosis:
         # A run matched with itself: every tensor merged, in the form that ordering and judging understand.
         pairs = match(run, run, step)
         tensors = len(pairs)
+    if tensors:
         order = causal_order(pairs, forward_places(run))
         findings += [*_non_finite(run, pairs, order), *_replicas(run, pairs, order), *_loss_scale(run)]
     told = anomalies(run)
     findings += _events(run, told)
     findings += [
-        Finding("suspect", found.text, found.sure, found.next, asdict(found)) for found in suspects(run, step)[:_ANOMALIES]
+        Finding("suspect", found.text, found.sure, found.next, asdict(found))
+        for found in suspects(run, step)[:_ANOMALIES]
     ]
     findings += [
         Finding("warning", text, "certain", f"msprobe-megatron patches {run.path}")
         for text in [text for text in warnings(run) if not any(anomaly.tells(text) for anomaly in told)][:_SHOWN]
     ]
-    return Diagnosis(str(run.path), run.steps if step is None else [step], tensors, findings)
+    steps = run.steps or sorted({number for part in run.perturb for number in steps_of(part)})
+    return Diagnosis(str(run.path), steps if step is None else [step], tensors, findings)
 
 
 def _non_finite(run: Run, pairs: Pairs, order: npt.NDArray[np.int64]) -> list[Finding]:

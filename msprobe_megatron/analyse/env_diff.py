@@ -1,16 +1,19 @@
-"""How two runs were started: arguments and versions that differ, ordered by what they do to the numbers.
+"""How two jobs were started: arguments, environment, versions, sources, weights, data; ordered by effect on numbers.
 
-Reads run.json only. The table below says what a group of Megatron's arguments changes; an argument that is in no group
-is listed as of unknown effect, before those that only spread the work otherwise.
+Reads run directories, or launch scripts. The table below says what a group of Megatron's arguments changes; an argument
+that is in no group is listed as of unknown effect, before those that only spread the work otherwise.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.analyse.load import Run
+from msprobe_megatron.analyse.contents import contents, differing_weights, told
+from msprobe_megatron.analyse.launch_scripts import read_script
+from msprobe_megatron.analyse.load import Run, open_run
 
 # Effect, most important first, and the names that have it. Whole names, by regular expression; the first match counts.
 _EFFECTS: tuple[tuple[str, str], ...] = (
@@ -20,7 +23,7 @@ _EFFECTS: tuple[tuple[str, str], ...] = (
     ),
     (
         "none",
-        r"num_workers|eval_.*|.*_interval|distributed_timeout.*|mock_data|world_size|check_for_.*|layers_per_chunk|use_mcore_models",
+        r"num_workers|eval_.*|.*_interval|distributed_timeout.*|mock_data|world_size|check_for_.*|layers_per_chunk|use_mcore_models|practise",
     ),
     (
         "model",
@@ -55,9 +58,21 @@ _EFFECTS: tuple[tuple[str, str], ...] = (
     ),
     ("layout", r"micro_batch_size|num_microbatches|recompute.*|distribute_saved.*|use_cpu_initialization|cp_comm_type"),
 )
-ORDER = ("model", "data", "optimizer", "precision", "kernels", "versions", "unknown", "layout", "none")
+# Variables of the environment, in the same way.
+_VARIABLES: tuple[tuple[str, str], ...] = (
+    (
+        "none",
+        r"MASTER_.*|WORLD_SIZE|NODE_RANK|NNODES|MSPROBE.*|.*_DEBUG.*|.*LOG.*|CUDA_VISIBLE_DEVICES|.*_VISIBLE_DEVICES",
+    ),
+    ("none", r"CUDA_LAUNCH_BLOCKING|NCCL_SOCKET.*|GLOO_SOCKET.*|HCCL_.*TIMEOUT|HCCL_IF.*|PYTHONHASHSEED|.*CACHE_DIR.*"),
+    ("versions", r"LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH|ASCEND_.*HOME.*|CUDA_HOME|CUDA_PATH"),
+    ("precision", r"NVIDIA_TF32_OVERRIDE|.*TF32.*|NVTE_.*FP8.*|.*PRECISION.*"),
+    ("kernels", r".*"),
+)
+ORDER = ("model", "weights", "data", "optimizer", "precision", "kernels", "versions", "unknown", "layout", "none")
 WORDS = {
     "model": "another model: results cannot be compared",
+    "weights": "other weights to start from",
     "data": "other samples or another order of them",
     "optimizer": "other updates: equal at the first step only",
     "precision": "coarser or finer rounding",
@@ -108,28 +123,123 @@ def effect_of(name: str) -> str:
     return next((effect for effect, pattern in _EFFECTS if re.fullmatch(pattern, name)), "unknown")
 
 
-def env_diff(left: Run, right: Run) -> EnvDiff:
-    """Settings of two runs that differ, ordered by effect.
+def effect_of_variable(name: str) -> str:
+    """What a variable of the environment does to the numbers.
 
     Example::
 
-        env_diff(open_run("a"), open_run("b")).matters
+        >>> effect_of_variable("NCCL_ALGO"), effect_of_variable("NCCL_DEBUG")
+        ('kernels', 'none')
     """
+    return next(effect for effect, pattern in _VARIABLES if re.fullmatch(pattern, name))
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a job was started, from its run directory or from its launch script, which says only what it sets."""
+
+    path: str
+    arguments: dict[str, Any]
+    environment: dict[str, Any]
+    versions: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+    run: Run | None = None
+
+    @classmethod
+    def of(cls, run: Run) -> Start:
+        """From a run directory."""
+        facts = run.facts
+        arguments = facts.get("arguments") or {}
+        others = {} if arguments else {**facts.get("sizes", {}), **facts.get("recompute", {})}
+        sources = {Path(root).name: state for root, state in (facts.get("sources") or {}).items()}
+        environment = facts.get("environment") or {}
+        return cls(str(run.path), arguments, environment, facts.get("versions") or {}, sources, others, run)
+
+    @classmethod
+    def read(cls, path: str) -> Start:
+        """From a path: a file is a launch script, a directory a run."""
+        if Path(path).is_file():
+            script = read_script(Path(path))
+            return cls(path, script.arguments, script.environment)
+        return cls.of(open_run(path))
+
+
+def env_diff(left: Run | Start, right: Run | Start) -> EnvDiff:
+    """Settings of two jobs that differ, ordered by effect.
+
+    Example::
+
+        env_diff(Start.read("a"), Start.read("pretrain.sh")).matters
+    """
+    a, b = (Start.of(side) if isinstance(side, Run) else side for side in (left, right))
+    scripts = a.run is None or b.run is None
+    # A script says nothing of what it leaves to defaults.
+    both = a.run is None and b.run is None
+    lonely = both or not scripts
     found = [
-        Setting(name, a, b, "versions" if section == "versions" else effect_of(name))
-        for section in ("arguments", "versions")
-        for name, a, b in _different(left.facts.get(section, {}), right.facts.get(section, {}))
+        *(Setting(name, x, y, effect_of(name)) for name, x, y in _different(a.arguments, b.arguments, scripts, lonely)),
+        *(
+            Setting(f"${name}", x, y, effect_of_variable(name))
+            for name, x, y in _different(a.environment, b.environment, scripts, lonely)
+        ),
     ]
-    if not left.facts.get("arguments") or not right.facts.get("arguments"):
-        found += [
-            Setting(name, a, b, effect_of(name))
-            for section in ("sizes", "recompute")
-            for name, a, b in _different(left.facts.get(section, {}), right.facts.get(section, {}))
-        ]
+    if not scripts:
+        found += [Setting(name, x, y, "versions") for name, x, y in _different(a.versions, b.versions)]
+        found += [Setting(name, x, y, effect_of(name)) for name, x, y in _different(a.others, b.others)]
+        found += _sources(a.sources, b.sources)
+    if a.run is not None and b.run is not None:
+        found += _contents(a.run, b.run)
     found.sort(key=lambda setting: (ORDER.index(setting.effect), setting.name))
-    return EnvDiff(str(left.path), str(right.path), found)
+    return EnvDiff(a.path, b.path, found)
 
 
-def _different(left: dict[str, Any], right: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    names = sorted(left.keys() | right.keys())
-    return [(name, left.get(name), right.get(name)) for name in names if left.get(name) != right.get(name)]
+def _sources(left: dict[str, Any], right: dict[str, Any]) -> list[Setting]:
+    """Checkouts of one name whose imported text differs; the commit is told, the text decides."""
+    found = []
+    for name in sorted(left.keys() & right.keys()):
+        a, b = left[name], right[name]
+        if isinstance(a, dict) and isinstance(b, dict) and a.get("digest") != b.get("digest"):
+            texts = [f"{str(s.get('commit', ''))[:10]} ({s.get('digest', '')})" for s in (a, b)]
+            found.append(Setting(f"sources of {name}", texts[0], texts[1], "versions"))
+    return found
+
+
+def _contents(left: Run, right: Run) -> list[Setting]:
+    steps = sorted(set(left.steps) & set(right.steps))
+    if not steps:
+        return []
+    (weights_a, data_a), (weights_b, data_b) = (contents(run, steps[0]) for run in (left, right))
+    found = []
+    differ = differing_weights(weights_a, weights_b)
+    if differ:
+        some = f"{len(differ)} of {len(weights_a)} differ, such as {differ[0]}"
+        found.append(Setting(f"weights at step {steps[0]}", told(weights_a), f"{told(weights_b)}; {some}", "weights"))
+    for name in sorted(data_a.keys() & data_b.keys()):
+        if data_a[name] != data_b[name]:
+            texts = [f"sum {int(data[name][0] or 0)}" for data in (data_a, data_b)]
+            found.append(Setting(f"data at step {steps[0]}: {name}", texts[0], texts[1], "data"))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Text of a script as the number or list that an argument parser makes of it."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _different(
+    left: dict[str, Any], right: dict[str, Any], texts: bool = False, lonely: bool = True
+) -> list[tuple[str, Any, Any]]:
+    """Names whose values differ; `texts` if numbers may be written as text, `lonely` if absent is a difference."""
+    names = sorted(left.keys() | right.keys() if lonely else left.keys() & right.keys())
+    found = [(name, left.get(name), right.get(name)) for name in names]
+    if texts:
+        return [(name, a, b) for name, a, b in found if _plain(a) != _plain(b)]
+    return [(name, a, b) for name, a, b in found if a != b]

@@ -18,6 +18,8 @@ _LARGEST = 1 << 20
 _ASSIGNMENT = re.compile(r"^(export\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
 _FLAG = re.compile(r"^--([A-Za-z][\w-]*)(?:=(.*))?$", re.DOTALL)
+_COMMENT = re.compile(r"(^|\s)#[^\"']*$")
+_ENDS = ("|", ">", ">>", "2>&1", "&", "<")
 _DEPTH = 8
 
 
@@ -42,7 +44,8 @@ def read_script(path: Path) -> Script:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"{path}: cannot be read: {error}") from error
-    found, known = Script(), {}
+    found = Script()
+    known: dict[str, str] = {}
     commands: list[str] = []
     for line in _lines(text):
         match = _ASSIGNMENT.match(line)
@@ -62,7 +65,8 @@ def read_script(path: Path) -> Script:
 def _lines(text: str) -> list[str]:
     """Commands: comments dropped, continued lines, quoted text and arrays over several lines joined."""
     lines, open_line = [], ""
-    for raw in text.replace("\\\n", " ").splitlines():
+    for commented in text.replace("\\\n", " ").splitlines():
+        raw = _COMMENT.sub("", commented)
         line = raw.strip() if not open_line else f"{open_line} {raw.strip()}"
         if line.startswith("#") or not line:
             continue
@@ -109,13 +113,16 @@ def _words(line: str) -> list[str]:
 
 
 def _flags(found: dict[str, Any], words: list[str]) -> None:
-    name, values = "", []
+    name = ""
+    values: list[str] = []
 
     def put() -> None:
         if name:
             found[name.replace("-", "_")] = True if not values else values[0] if len(values) == 1 else list(values)
 
     for word in words:
+        if word in _ENDS:
+            break
         match = _FLAG.match(word)
         if match is None:
             values.append(word)

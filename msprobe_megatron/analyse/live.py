@@ -5,6 +5,7 @@ Reads what the monitor has written so far and ``events.jsonl``, nothing else; a 
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from dataclasses import asdict, dataclass, field
@@ -25,22 +26,26 @@ MEASURES = {
 # Where gradients are cut over data parallel ranks all of them count, else the first of those that hold the same.
 _LAYERS = r"""
 with chosen as (
-    select step, cast(regexp_extract(name, 'layers\.(\d+)', 1) as integer) as layer, sumsq, shard, dp, cp
+    select step, cast(regexp_extract(name, 'layers\.(\d+)', 1) as integer) as layer, sumsq, shard, dp, cp, {bad} as bad
     from rows where {measure} and regexp_matches(name, 'layers\.\d+') and step > {after}
 ), cut as (select count(*) filter (where shard like '%flat%') > 0 as flat from chosen)
-select layer, step, sqrt(sum(sumsq)) from chosen, cut where flat or (dp = 0 and cp = 0) group by layer, step
+select layer, step, if(sum(bad) > 0, 'nan', sqrt(sum(sumsq)))
+from chosen, cut where flat or (dp = 0 and cp = 0) group by layer, step
 """
 _LOSS = """
-select step, name, sum(sum) filter (where path in ('', '0')) as total,
+select step, name, if(sum({bad}) > 0, 'nan', sum(sum) filter (where path in ('', '0'))) as total,
     sum(sum) filter (where path = '1') as tokens, count(*) filter (where path in ('', '0')) as rows
 from rows where kind = 'loss' and name != 'grad_norm' and step > {after} group by step, name order by name, step
 """
 _SCALARS = """
-select step, name, max(sum) from rows
+select step, name, if(sum({bad}) > 0, 'nan', max(sum)) from rows
 where ((kind = 'loss' and name = 'grad_norm') or (kind = 'scalar' and name = 'learning_rate')
     or (kind = 'throughput' and name = 'seconds')) and step > {after}
 group by step, name order by step
 """
+
+
+_BAD = "coalesce(n_nan + n_posinf + n_neginf, 0)"
 
 
 @dataclass
@@ -60,8 +65,12 @@ class Live:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for `--json`."""
-        return asdict(self)
+        """Plain values for `--json`, which has no NaN: it is the text "nan" there."""
+        plain = asdict(self)
+        for curves in ("losses", "scalars", "layers"):
+            told = plain[curves].items()
+            plain[curves] = {key: ["nan" if x is not None and math.isnan(x) else x for x in c] for key, c in told}
+        return plain
 
 
 def look(path: str | Path, window: int = 60, measure: str | None = None) -> Live:
@@ -104,20 +113,24 @@ def _curves(live: Live, files: list[Path], window: int, measure: str | None) -> 
     steps = [row[0] for row in connection.execute("select distinct step from rows order by step").fetchall()]
     live.steps = steps[-window:]
     after = live.steps[0] - 1 if live.steps else -1
-    for step, name, total, tokens, rows in connection.execute(_LOSS.replace("{after}", str(after))).fetchall():
+    for step, name, total, tokens, rows in connection.execute(_filled(_LOSS, after)).fetchall():
         if total is not None:
-            value = total / tokens if tokens else total / rows
+            value = float(total) / (tokens or rows)
             _put(live, live.losses, name, step, value)
-    for step, name, value in connection.execute(_SCALARS.replace("{after}", str(after))).fetchall():
+    for step, name, value in connection.execute(_filled(_SCALARS, after)).fetchall():
         _put(live, live.scalars, name, step, value)
     for name in [measure] if measure is not None else list(MEASURES):
-        query = _LAYERS.replace("{measure}", MEASURES[name]).replace("{after}", str(after))
+        query = _filled(_LAYERS, after).replace("{measure}", MEASURES[name])
         live.measure = name
         for layer, step, value in connection.execute(query).fetchall():
             _put(live, live.layers, layer, step, value)
         if live.layers:
             break
     live.layers = dict(sorted(live.layers.items()))
+
+
+def _filled(query: str, after: int) -> str:
+    return query.replace("{after}", str(after)).replace("{bad}", _BAD)
 
 
 def _put(live: Live, curves: dict[Any, list[float | None]], key: Any, step: int, value: float | None) -> None:

@@ -74,7 +74,8 @@ def summarise(run: Run, step: int | None = None) -> Summary:
     except RunError as error:
         if step is not None:
             raise
-        run.problems.append(str(error))
+        if not run.perturb:
+            run.problems.append(str(error))
     return Summary(
         path=str(run.path),
         world=int(run.facts.get("world", 1)),
@@ -109,7 +110,8 @@ def _lines(rows: list[tuple[Any, ...]]) -> list[Line]:
 def _line(place: str, kind: str, rows: list[tuple[Any, ...]]) -> Line:
     largest = [row[3] for row in rows if row[3] is not None]
     squares = [row[4] for row in rows if row[4] is not None]
-    numel = sum(row[6] for row in rows)
+    numel = sum(row[6] or 0 for row in rows)
+    zeros = [row[5] for row in rows]  # not known of runs that were imported from tools that do not count them
     return Line(
         place=place,
         kind=kind,
@@ -117,8 +119,8 @@ def _line(place: str, kind: str, rows: list[tuple[Any, ...]]) -> Line:
         tensors=sum(row[2] for row in rows),
         absmax=max(largest, default=None),
         norm=sum(squares) ** 0.5 if squares else None,
-        zeros=sum(row[5] for row in rows) / numel if numel else None,
-        non_finite=sum(row[7] for row in rows),
+        zeros=sum(zeros) / numel if numel and None not in zeros else None,
+        non_finite=sum(row[7] or 0 for row in rows),
         replicas_agree=all(row[8] for row in rows),
     )
 
@@ -165,7 +167,9 @@ def warnings(run: Run) -> list[str]:
     faults = [fault for text in found if (fault := text.partition(": fault: ")[2])]
     for event in read_events(run.path):
         text = str(event.get("text", event.get("event", "")))
-        if event.get("event") == "not_happened" or not text or text in known:
+        # What the flight recorder wrote is no problem; the alert that made it write is told.
+        # What perturb found is ranked by diagnose.
+        if event.get("event") in ("not_happened", "recorder", "perturb") or not text or text in known:
             continue
         # A rank that was killed has left its fault here alone.
         if event.get("event") != "fault" or not any(fault in text for fault in faults):

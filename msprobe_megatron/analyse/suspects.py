@@ -1,7 +1,7 @@
-"""Operators that perturb found fragile or wrong: one suspect an operator and verdict, worst first, with what to do next.
+"""Operators that perturb found fragile or wrong: one suspect an operator and verdict, worst first, and what to do next.
 
-A NaN or an Inf comes before everything else, the earliest first: it is what others inherit. Then what is certain, by how far it
-is over its limit. Layers that have the same operator with the same verdict are one suspect.
+A NaN or an Inf comes before everything else, the earliest first: it is what others inherit. Then what is certain, by
+how far it is over its limit. Layers that have the same operator with the same verdict are one suspect.
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ from (select *, row_number() over (partition by {", ".join(_WHAT)}, samples_from
 """  # noqa: S608
 
 
-class _Saved(NamedTuple):
+class Saved(NamedTuple):
+    """One saved shard: whose it is, its key, and where it lies."""
+
     samples_from: int
     rank: int
     tensor: str
@@ -80,7 +82,7 @@ class TensorPairs:
     ) -> None:
         self._sizes = [run.sizes for run in runs]
         self._files = [TensorFiles(run) for run in runs]
-        self._saved = [_read(connection, query) for query in labelled]
+        self._saved = [read_saved(connection, query) for query in labelled]
         self._columns, self._by_rank = columns, by_rank
         self._known: dict[tuple[Any, ...], Elements | None] = {}
         self.figures: dict[int, Elements] = {}
@@ -128,7 +130,7 @@ class TensorPairs:
             self._known[key] = self._measured(i, left, right)
         return self._known[key]
 
-    def _measured(self, i: int, left: list[_Saved], right: list[_Saved]) -> Elements | None:
+    def _measured(self, i: int, left: list[Saved], right: list[Saved]) -> Elements | None:
         views = self._views(i, left, right)
         if views is None:
             return None
@@ -147,7 +149,7 @@ class TensorPairs:
             apart.numel,
         )
 
-    def _of(self, side: int, i: int) -> list[_Saved]:
+    def _of(self, side: int, i: int) -> list[Saved]:
         """Shards of pair `i` on one side; a repeated forward may stand against one that was not repeated."""
         step, phase, *what = (self._columns[name][i] for name in _WHAT)
         unit = int(self._columns["unit"][i])
@@ -162,7 +164,7 @@ class TensorPairs:
         return []
 
     def _views(
-        self, i: int, left: list[_Saved], right: list[_Saved]
+        self, i: int, left: list[Saved], right: list[Saved]
     ) -> Iterator[tuple[View, View, Index]] | list[tuple[View, View, Index]] | None:
         several = max(len({row.samples_from for row in rows}) for rows in (left, right)) > 1
         sides = [self._parts(side, i, rows, several) for side, rows in enumerate((left, right))]
@@ -170,7 +172,7 @@ class TensorPairs:
             return meet(sides[0], sides[1])
         return self._rank_by_rank(i, left, right) if self._by_rank else None
 
-    def _parts(self, side: int, i: int, rows: Sequence[_Saved], several: bool) -> list[Part] | None:
+    def _parts(self, side: int, i: int, rows: Sequence[Saved], several: bool) -> list[Part] | None:
         """Shards of one side with their places; `several` if either side holds the samples in several microbatches."""
         parts = []
         unit = int(self._columns["unit"][i])
@@ -188,10 +190,10 @@ class TensorPairs:
             parts.append(part)
         return parts
 
-    def _view(self, side: int, i: int, row: _Saved) -> View:
+    def _view(self, side: int, i: int, row: Saved) -> View:
         return self._files[side].view(int(self._columns["step"][i]), row.rank, row.tensor, row.shape)
 
-    def _rank_by_rank(self, i: int, left: list[_Saved], right: list[_Saved]) -> list[tuple[View, View, Index]] | None:
+    def _rank_by_rank(self, i: int, left: list[Saved], right: list[Saved]) -> list[tuple[View, View, Index]] | None:
         """Two runs of one layout: what has no known place is compared as the ranks hold it."""
         if [(row.rank, row.shape) for row in left] != [(row.rank, row.shape) for row in right]:
             return None
@@ -200,14 +202,20 @@ class TensorPairs:
         ]
 
 
-def _read(connection: duckdb.DuckDBPyConnection, labelled: str) -> dict[tuple[Any, ...], list[_Saved]]:
-    found: dict[tuple[Any, ...], list[_Saved]] = defaultdict(list)
+def read_saved(connection: duckdb.DuckDBPyConnection, labelled: str) -> dict[tuple[Any, ...], list[Saved]]:
+    """Saved shards, one of each part, by step, phase, kind, name, io and path.
+
+    Example::
+
+        read_saved(connection, labelled_query(connection, run, 0, "saved"))[0, "forward", "activation", ...]
+    """
+    found: dict[tuple[Any, ...], list[Saved]] = defaultdict(list)
     for row in connection.execute(_QUERY.replace("{labelled}", labelled)).fetchall():
         what, rest = row[:6], row[6:]
         names = tuple(map(sys.intern, what[1:]))
         key = (what[0], *names)
         found[key].append(
-            _Saved(
+            Saved(
                 int(rest[0]),
                 int(rest[1]),
                 str(rest[2]),

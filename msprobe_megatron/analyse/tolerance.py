@@ -182,7 +182,7 @@ def _drift(pairs: Pairs, scene: Scene, parameters: npt.NDArray[np.bool_]) -> Flo
     moved = steps * scene.lr * np.sqrt(gradient_noise)
     with np.errstate(all="ignore"):
         own = np.sqrt(pairs["sumsq_l"] / pairs["numel_l"])
-    matrices = parameters & np.array([shape is not None and len(shape) > 1 for shape in pairs["global_shape_l"]])
+    matrices = parameters & np.array([s is not None and len(s) > 1 for s in pairs["global_shape_l"]], dtype=bool)
     sizes = own[matrices & np.isfinite(own) & (own > 0)]
     typical = float(np.median(sizes)) if len(sizes) else 0.02
     size = np.where(parameters & np.isfinite(own) & (own > 0), own, typical)

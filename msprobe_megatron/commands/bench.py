@@ -22,7 +22,9 @@ BENCHES = {
     "dump": "msprobe_megatron.bench.dump",
     "compare": "msprobe_megatron.bench.compare",
     "monitor": "msprobe_megatron.bench.monitor",
+    "perturb": "msprobe_megatron.bench.perturb",
     "scaling": "msprobe_megatron.bench.scaling",
+    "volume": "msprobe_megatron.bench.volume",
 }
 
 

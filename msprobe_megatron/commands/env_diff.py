@@ -7,24 +7,23 @@ import json
 
 from msprobe_megatron.commands import FOUND, OK
 
-HELP = "arguments and versions of two runs that differ, by their effect on numbers"
+HELP = "arguments, environment, versions, sources, weights and data of two jobs that differ, by effect on numbers"
 EXAMPLE = "msprobe-megatron env-diff one_card tp2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
-    parser.add_argument("left", metavar="A", help="run directory")
-    parser.add_argument("right", metavar="B", help="run directory")
+    parser.add_argument("left", metavar="A", help="run directory, or launch script")
+    parser.add_argument("right", metavar="B", help="run directory, or launch script")
     parser.add_argument("--all", action="store_true", help="show also what has no effect on numbers")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code: 1 if a setting differs that can change a number."""
-    from msprobe_megatron.analyse.env_diff import env_diff
-    from msprobe_megatron.analyse.load import open_run
+    from msprobe_megatron.analyse.env_diff import Start, env_diff
     from msprobe_megatron.report.terminal_env_diff import print_env_diff
 
-    result = env_diff(open_run(arguments.left), open_run(arguments.right))
+    result = env_diff(Start.read(arguments.left), Start.read(arguments.right))
     if arguments.json:
         print(json.dumps(result.as_dict()))
     else:

@@ -17,6 +17,7 @@ EXAMPLE = "msprobe-megatron export probe_out --format csv --out tensors.csv"
 FORMATS = {
     "csv": "tensors.csv",
     "free_benchmark": "free_benchmark",
+    "monitor-csv": "monitor_output",
     "msprobe": "msprobe_dump",
     "tensorboard": "tensorboard",
     "trend-db": "msprobe.trend.db",
@@ -29,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN", help="run directory")
     parser.add_argument("--format", choices=sorted(FORMATS), required=True, help="what to write")
     parser.add_argument(
-        "--out", metavar="PATH", help="file to write; for tensorboard, msprobe and free_benchmark a directory (default: by format)"
+        "--out",
+        metavar="PATH",
+        help="file to write; for tensorboard, msprobe and free_benchmark a directory (default: by format)",
     )
     parser.add_argument(
         "--by-rank", action="store_true", help="csv: rows of ranks as they are, shards not put together"
@@ -46,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _msprobe(arguments, out)
     if arguments.format == "free_benchmark":
         return _free_benchmark(arguments, out)
+    if arguments.format == "monitor-csv":
+        return _monitor_csv(arguments, out)
     view = open_view(_opened(arguments))
     if arguments.format == "csv":
         from msprobe_megatron.analyse.view_export import RANK_COLUMNS, WHOLE_COLUMNS, rank_rows, whole_rows
@@ -105,6 +110,25 @@ def _free_benchmark(arguments: argparse.Namespace, out: Path) -> int:
         print(json.dumps({"folder": str(out), "files": files, "rows": found}))
     else:
         print(f"{out}: {found} findings in {len(files)} files" if files else "nothing was found; no file is written")
+    return OK
+
+
+def _monitor_csv(arguments: argparse.Namespace, out: Path) -> int:
+    from msprobe_megatron.analyse.load import open_run
+    from msprobe_megatron.exchange.monitor_csv import monitor_csv
+    from msprobe_megatron.report.csv_table import csv_chunks
+    from msprobe_megatron.report.files import write_chunks
+
+    files, rows = [], 0
+    for file in monitor_csv(open_run(arguments.path)):
+        chosen = [row for row in file.rows if arguments.step in (None, row[2])]
+        write_chunks(out / file.path, csv_chunks(file.columns, chosen), make_folder=True)
+        files.append(str(out / file.path))
+        rows += len(chosen)
+    if arguments.json:
+        print(json.dumps({"folder": str(out), "files": files, "rows": rows}))
+    else:
+        print(f"{out}: {rows} rows in {len(files)} files of msprobe's monitor")
     return OK
 
 

@@ -11,6 +11,7 @@ from msprobe_megatron.config.availability import NOT_YET
 from msprobe_megatron.config.describe import describe
 from msprobe_megatron.config.errors import ConfigError
 from msprobe_megatron.config.load import Overrides, from_document, load
+from msprobe_megatron.config.replay import ReplayConfig
 from msprobe_megatron.config.reproduce import ReproduceConfig
 from msprobe_megatron.config.schema import (
     Alert,
@@ -42,6 +43,7 @@ __all__ = [
     "ProbeConfig",
     "RankSelection",
     "RecorderConfig",
+    "ReplayConfig",
     "ReproduceConfig",
     "StepSelection",
     "Target",

@@ -44,6 +44,20 @@ def parse_alert(node: Node) -> schema.Alert:
     return alert
 
 
+def refuse_alone(alert: schema.Alert, config: schema.ProbeConfig, node: Node) -> None:
+    """Refuse an alert that needs a section which is not there.
+
+    Example: ``replica`` without ``checks``.
+    """
+    if alert.rule == "replica" and config.checks is None:
+        raise node.error("needs the checks section", "checks: {} beside the monitor")
+    action = alert.action or schema.AlertAction()
+    if action.record and config.dump is None:
+        raise node.error("is to record steps and there is no dump", "dump: {} with steps: none, or no action.record")
+    if action.recorder and config.recorder is None:
+        raise node.error("is to keep the flight recorder and there is none", "recorder: {} beside the monitor")
+
+
 def _expression(node: Node) -> str:
     accepted = "a condition on columns such as norm > 1e3 and zeros < 0.5"
     text = node.text(accepted)

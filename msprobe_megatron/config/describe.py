@@ -1,7 +1,7 @@
 """A few lines that say what a probe file will record; printed by ``msprobe-megatron validate FILE``."""
 
 from msprobe_megatron.config.reproduce import ReproduceConfig
-from msprobe_megatron.config.schema import DumpConfig, MonitorConfig, PerturbConfig, ProbeConfig
+from msprobe_megatron.config.schema import ChecksConfig, DumpConfig, MonitorConfig, PerturbConfig, ProbeConfig
 from msprobe_megatron.config.sizes import format_size
 
 
@@ -23,12 +23,15 @@ def describe(config: ProbeConfig) -> str:
         "dump": _dump(config.dump) if config.dump else "",
         "monitor": _monitor(config.monitor) if config.monitor else "",
         "perturb": _perturb(config.perturb) if config.perturb else "",
-        "checks": ", ".join(_switched_on(config.checks, ("replicas", "collectives"))),
+        "checks": _checks(config.checks) if config.checks is not None else "",
         "recorder": f"last {recorder.keep_steps} steps, on {', '.join(recorder.on)}" if recorder else "",
         "shards": f"{len(config.shards)} specs given: {', '.join(rule.name for rule in config.shards)}"
         if config.shards
         else "",
         "reproduce": _reproduce(config.reproduce) if config.reproduce else "",
+        "replay": f"CHANGES TRAINING: {', '.join(config.replay.modules)} get the inputs of {config.replay.run}"
+        if config.replay
+        else "",
         "limits": f"host memory {format_size(limits.host_memory)}"
         + (f", disk {format_size(limits.disk)}" if limits.disk is not None else ""),
         "faults": "stop the job (strict)" if config.strict else "disarm the probe, training goes on",
@@ -101,3 +104,8 @@ def _reproduce(asked: ReproduceConfig) -> str:
 
 def _switched_on(section: object, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if getattr(section, name, False)]
+
+
+def _checks(checks: ChecksConfig) -> str:
+    names = ", ".join(_switched_on(checks, ("replicas", "optimizer", "rng", "collectives")))
+    return f"{names}, every {checks.every} steps"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from msprobe_megatron.config.replay import ReplayConfig
 from msprobe_megatron.config.reproduce import ReproduceConfig
 from msprobe_megatron.config.selection import RankSelection, StepSelection
 from msprobe_megatron.config.shards import ShardRule
@@ -274,6 +275,7 @@ class ProbeConfig:
     recorder: RecorderConfig | None = None
     shards: tuple[ShardRule, ...] = ()
     reproduce: ReproduceConfig | None = None
+    replay: ReplayConfig | None = None
     limits: Limits = field(default_factory=Limits)
     strict: bool = False
     source: str = ""

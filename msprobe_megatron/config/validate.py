@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from msprobe_megatron.config import schema
-from msprobe_megatron.config.alerts import ACTION, ALERT, parse_alert
+from msprobe_megatron.config.alerts import ACTION, ALERT, parse_alert, refuse_alone
 from msprobe_megatron.config.names import parse_name_list
 from msprobe_megatron.config.narrowing import check_together, parse_functions, parse_slices
 from msprobe_megatron.config.node import Node
+from msprobe_megatron.config.replay import REPLAY, ReplayConfig, parse_replay
 from msprobe_megatron.config.reproduce import REPRODUCE, ReproduceConfig, parse_reproduce
 from msprobe_megatron.config.selection import parse_ranks, parse_selection, parse_steps_or_none
 from msprobe_megatron.config.shards import SHARD, ShardRule, parse_shards
@@ -40,6 +41,8 @@ def validate(node: Node) -> schema.ProbeConfig:
     if all(getattr(config, section) is None for section in schema.SECTIONS):
         sections = ", ".join(schema.SECTIONS)
         raise node.context.error("", f"nothing asked: none of {sections}", "at least one, e.g. dump: {level: L0}")
+    for index, alert in enumerate(config.monitor.alerts if config.monitor is not None else ()):
+        refuse_alone(alert, config, Node(alert.rule, f"monitor.alerts[{index}]", node.context))
     return config
 
 
@@ -293,6 +296,7 @@ _TOP: dict[str, Reader] = {
     "recorder": _recorder,
     "shards": parse_shards,
     "reproduce": parse_reproduce,
+    "replay": parse_replay,
     "limits": _limits,
     "strict": _boolean,
 }
@@ -306,6 +310,7 @@ TABLES: dict[type, Mapping[str, Reader]] = {
     schema.Limits: _LIMITS,
     ShardRule: SHARD,
     ReproduceConfig: REPRODUCE,
+    ReplayConfig: REPLAY,
     schema.Alert: ALERT,
     schema.AlertAction: ACTION,
 }

@@ -64,7 +64,7 @@ def msprobe_call(name: str, op: str, number: int, stage: str) -> str:
 
 
 def _max_rel(extra: dict[str, Any]) -> Any:
-    """msprobe's figure; for findings of other checks, how far they are over their limit."""
+    """Msprobe's figure; for findings of other checks, how far they are over their limit."""
     if "max_rel" in extra:
         return extra["max_rel"]
     return None if extra["verdict"] in ("nan", "inf", "odd") else extra.get("severity")

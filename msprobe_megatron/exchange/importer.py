@@ -19,11 +19,13 @@ from msprobe_megatron.record.directory import RunDirectory
 from msprobe_megatron.record.schema import Row
 from msprobe_megatron.record.table import build_table
 
-_STEP, _RANK = re.compile(r"step(\d+)$"), re.compile(r"rank(\d+)$")
-_MODULE = re.compile(r"Module\.(?:(\d+)\.)?(.+)\.([^.]+)\.(forward|backward)\.(\d+)$")
-_GRADIENT = re.compile(r"Module\.(?:(\d+)\.)?(.+)\.([^.]+)\.parameters_grad(?:\.\d+)?$")
-_API = re.compile(r"([A-Za-z]\w*)\.(.+)\.(\d+)\.(forward|backward)$")
+_STEP, _RANK = re.compile(r"step([0-9]+)$"), re.compile(r"rank([0-9]+)$")
+_MODULE = re.compile(r"Module\.(?:([0-9]{1,9})\.)?(.+)\.([^.]+)\.(forward|backward)\.([0-9]{1,9})$")
+_GRADIENT = re.compile(r"Module\.(?:([0-9]{1,9})\.)?(.+)\.([^.]+)\.parameters_grad(?:\.[0-9]+)?$")
+_API = re.compile(r"([A-Za-z]\w*)\.(.+)\.([0-9]{1,9})\.(forward|backward)$")
 _LARGEST = 4 << 30
+_MOST_RANKS, _MOST_STEPS, _MOST_ELEMENTS = 1 << 24, 1 << 53, 1 << 62
+_DEEPEST = 32
 
 
 class MsprobeFormatError(Exception):
@@ -78,8 +80,11 @@ def import_msprobe(source: str | Path, out: str | Path) -> dict[str, int]:
 def _files(source: Path) -> Iterator[tuple[int, int, Path]]:
     for path in sorted(source.glob("step*/rank*/dump.json")):
         step, rank = _STEP.search(path.parent.parent.name), _RANK.search(path.parent.name)
-        if step and rank:
-            yield int(step[1]), int(rank[1]), path
+        if not step or not rank:
+            continue
+        if len(step[1]) > 16 or int(step[1]) >= _MOST_STEPS or len(rank[1]) > 8 or int(rank[1]) >= _MOST_RANKS:
+            raise MsprobeFormatError(f"{path}: steps below {_MOST_STEPS} and ranks below {_MOST_RANKS} are accepted")
+        yield int(step[1]), int(rank[1]), path
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -87,8 +92,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise MsprobeFormatError(f"{path}: {path.stat().st_size} bytes; accepted: at most {_LARGEST}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise MsprobeFormatError(f"{path}: not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise MsprobeFormatError(f"{path}: not JSON: {str(error)[:200]}") from error
     if not isinstance(content, dict) or not isinstance(content.get("data", {}), dict):
         raise MsprobeFormatError(f"{path}: expected an object with 'data'")
     return content
@@ -103,13 +108,22 @@ def _table(data: dict[str, Any], path: Path) -> tuple[list[Row], Any, Any]:
         if name is None or not isinstance(record, dict):
             continue
         for io, inner, tensor in _tensors(record, name):
-            shape = tuple(int(n) for n in tensor.get("shape", ()))
+            shape = _shape(tensor.get("shape"), entry, path)
             numel = math.prod(shape)
             figures = _figures(tensor, numel)
             rows.append(_row(len(rows), name, io, inner, tensor, shape, numel, len(floats)))
             floats.append(figures[0])
             counts.append(figures[1])
     return rows, np.array(floats, np.float64).reshape(-1, 5), np.array(counts, np.int64).reshape(-1, 4)
+
+
+def _shape(value: Any, entry: str, path: Path) -> tuple[int, ...]:
+    sizes = value if isinstance(value, list) else [None]
+    if all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < _MOST_ELEMENTS for n in sizes):
+        shape = tuple(sizes)
+        if len(shape) <= _DEEPEST and math.prod(shape) < _MOST_ELEMENTS:
+            return shape
+    raise MsprobeFormatError(f"{path}: {entry[:80]!r}: shape {str(value)[:60]!r}; expected a list of sizes")
 
 
 def _parse(entry: str) -> _Name | None:
@@ -150,7 +164,9 @@ def _tensors(record: dict[str, Any], name: _Name) -> Iterator[tuple[str, str, di
             yield sides.get(io, io), inner, tensor
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _leaves(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+    if depth > _DEEPEST:
+        return
     if isinstance(value, dict):
         if "dtype" in value and "shape" in value:
             yield path, value
@@ -161,7 +177,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     else:
         return
     for key, item in items:
-        yield from _leaves(item, f"{path}.{key}" if path else str(key))
+        yield from _leaves(item, f"{path}.{key}" if path else str(key), depth + 1)
 
 
 def _figures(tensor: dict[str, Any], numel: int) -> tuple[list[float], list[int]]:
@@ -176,8 +192,16 @@ def _figures(tensor: dict[str, Any], numel: int) -> tuple[list[float], list[int]
     return [low_f, high_f, total, squares, largest], [nan, posinf, neginf, -1]
 
 
+def _text(value: Any) -> str:
+    """Text that a column can hold: JSON may carry halves of characters."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _finite(value: float | None) -> float:
@@ -191,17 +215,17 @@ def _row(
     kind = "parameter" if side == "parameter" else name.kind
     full = f"{name.name}.{parameter}" if parameter else name.name
     phase = "optimizer" if parameter else "backward" if name.backward else "forward"
-    dtype = str(tensor.get("dtype", "")).removeprefix("torch.")
+    dtype = _text(tensor.get("dtype", "")).removeprefix("torch.")
     return Row(
         seq=seq,
         microbatch=None if parameter else name.call,
         phase=phase,
         vpp=name.vpp,
         kind=kind,
-        name=full,
+        name=_text(full),
         io="weight" if parameter else side,
-        path=inner,
-        op=name.op,
+        path=_text(inner),
+        op=_text(name.op),
         site=-1,
         dtype=dtype,
         shape=shape,

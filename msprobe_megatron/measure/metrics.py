@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 _SIXTEEN = 16
-_FIRST_ITERATIONS = 8
+_FIRST_ITERATIONS = 32
+_LATER_ITERATIONS = 6
 
 
 class AttentionSample(NamedTuple):
@@ -128,12 +129,14 @@ class SpectralNorms:
         self._directions: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """The norm of ``weight``: eight iterations at first, one at every later look."""
+        """The norm of ``weight``: thirty-two iterations at first, six at every later look."""
         matrix = weight.float()
-        direction = self._directions.get(name)
-        iterations = 1
-        if direction is None or direction.shape[0] != matrix.shape[1]:
-            direction, iterations = hashed_vector(matrix.shape[1], matrix.device), _FIRST_ITERATIONS
+        last = self._directions.get(name)
+        start, iterations = hashed_vector(matrix.shape[1], matrix.device), _FIRST_ITERATIONS
+        if last is not None and last.shape == start.shape:
+            # A little of everything, or a direction that has become the largest would long be overlooked.
+            start, iterations = last + start / torch.linalg.vector_norm(start) / 4, _LATER_ITERATIONS
+        direction = start
         for _ in range(iterations):
             image = matrix @ direction
             direction = matrix.t() @ image

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 
 from msprobe_megatron.clock import Clock
 from msprobe_megatron.config import DumpConfig
@@ -17,7 +18,7 @@ from msprobe_megatron.measure.hashes import HASHES
 from msprobe_megatron.measure.measurer import Measurer
 from msprobe_megatron.measure.once import SeenTensors, key_of
 from msprobe_megatron.record.batches import SitesFile, StepBatch
-from msprobe_megatron.record.schema import Row
+from msprobe_megatron.record.sightings import Sighting
 from msprobe_megatron.record.slots import SlotTable
 from msprobe_megatron.record.table import Columns
 from msprobe_megatron.record.tensors import TensorPacks
@@ -26,11 +27,11 @@ from msprobe_megatron.topology.index_map import Numbering, index_map
 from msprobe_megatron.topology.layers import layer_of
 from msprobe_megatron.topology.places import Layout, Place
 
-_kind_of: Callable[[Row], str] = attrgetter("kind")
+_kind_of: Callable[[Sighting], str] = attrgetter("place.kind")
 _NO_ROOM = -2
 _LOCAL = '{"digest": "local"}'  # numbered within the shard: such a digest does not add up with others
-# A row is made a thousand times a step: this skips the keyword handling of its class.
-_tuple: Callable[[type[Row], tuple[Any, ...]], Row] = tuple.__new__
+# Made a thousand times a step: this skips the keyword handling of its class.
+_tuple: Callable[[type[Sighting], tuple[Any, ...]], Sighting] = tuple.__new__
 
 
 class DumpProbe:
@@ -54,6 +55,7 @@ class DumpProbe:
         self._config, self._clock, self._slots, self._where = config, clock, slots, where or Coordinates()
         self._matchers = {text: _matcher(text) for text in config.list}
         self._seen = SeenTensors()
+        self._weights = SeenTensors()  # nothing but the optimizer changes them: measured and saved once a step
         self._numbered = config.digest is True or config.sketch > 0
         self._measure = Measurer(slots, digest=config.digest is True, sketch=config.sketch)
         self._numberings: dict[int, tuple[Numbering | None, str | None, Layout]] = {}
@@ -64,7 +66,7 @@ class DumpProbe:
         self._kept = [_matcher(text) for text in config.tensor_list]
         self._keeps: dict[str, bool] = {}
         self._saved: dict[int | None, str] = {}
-        self._rows: list[Row] = []
+        self._rows: list[Sighting] = []
         self._sites_file = SitesFile()
         self._columns = Columns()
         self._dtypes: dict[torch.dtype, str] = {}
@@ -104,9 +106,10 @@ class DumpProbe:
         slot: int | None = -1
         if self._measures:
             key = key_of(tensor, numbering and id(numbering))
-            slot = self._seen.get(key)
+            seen = self._weights if tensor.__class__ is nn.Parameter else self._seen
+            slot = seen.get(key)
             if slot is None:
-                slot = self._measured(tensor, key, numbering)
+                slot = self._measured(tensor, key, numbering, seen)
                 if slot == _NO_ROOM:
                     return
             if self._packs is not None and slot >= 0 and slot not in self._saved:
@@ -119,33 +122,9 @@ class DumpProbe:
         seq = clock.seq
         clock.seq = seq + 1
         dtype = tensor.dtype
-        self._rows.append(
-            _tuple(
-                Row,
-                (
-                    seq,
-                    microbatch,
-                    phase,
-                    place.vpp,
-                    place.kind,
-                    place.name,
-                    place.io,
-                    place.path,
-                    place.op,
-                    place.site,
-                    self._dtypes.get(dtype) or self._dtype_name(dtype),
-                    layout.shape,
-                    layout.whole,
-                    layout.shard,
-                    layout.numel,
-                    slot,
-                    extra,
-                    None,
-                    None,
-                    self._saved.get(slot),
-                ),
-            )
-        )
+        name = self._dtypes.get(dtype) or self._dtype_name(dtype)
+        tensor_key = self._saved.get(slot) if self._packs is not None else None
+        self._rows.append(_tuple(Sighting, (seq, microbatch, phase, place, layout, name, slot, extra, tensor_key)))
 
     def _numbers(self, layout: Layout) -> tuple[Numbering | None, str | None]:
         """Numbering of the elements, and a mark for the row when it is not that of the whole tensor."""
@@ -164,12 +143,12 @@ class DumpProbe:
             text = self._hashes[slot] = json.dumps({self._config.digest: self._hash(tensor)})
         return text
 
-    def _measured(self, tensor: torch.Tensor, key: Any, numbering: Numbering | None) -> int:
+    def _measured(self, tensor: torch.Tensor, key: Any, numbering: Numbering | None, seen: SeenTensors) -> int:
         slot = self._slots.take()
         if slot < 0:
             return _NO_ROOM  # counted by the table; a row would take memory that the limit does not allow
         if self._measure(tensor, slot, numbering):
-            self._seen.put(key, tensor, slot)
+            seen.put(key, tensor, slot)
             return slot
         self.unmeasured += 1
         return -1
@@ -206,6 +185,7 @@ class DumpProbe:
         rows, self._rows = self._rows, []
         self.fired.update(map(_kind_of, rows))
         self._seen.forget_all()
+        self._weights.forget_all()
         self._hashes.clear()
         self._saved.clear()
         if self._packs is not None:

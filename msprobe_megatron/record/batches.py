@@ -5,7 +5,7 @@ A probe fills a batch and lets go of it; the writer knows none of their kinds. A
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from msprobe_megatron.record.directory import RunDirectory, put
 from msprobe_megatron.record.json_text import json_text
 from msprobe_megatron.record.nonfinite import origin
 from msprobe_megatron.record.schema import Row
+from msprobe_megatron.record.sightings import Sighting, rows_of
 from msprobe_megatron.record.slots import SealedSlots
 from msprobe_megatron.record.table import Columns, build_table
 
@@ -101,7 +102,7 @@ class StepBatch:
     """
 
     step: int
-    rows: list[Row]
+    rows: Sequence[Sighting | Row]
     slots: SealedSlots
     sites: dict[str, Any]
     complete: bool
@@ -122,7 +123,7 @@ class StepBatch:
         """Write the records of the step and the sites they point to."""
         folder = f"step_{self.step:06d}/rank_{identity['rank']:05d}"
         floats, counts = self.slots.wait()
-        rows = origin(self.rows, counts) if self.only_nonfinite else self.rows
+        rows = origin(rows_of(self.rows), counts) if self.only_nonfinite else self.rows
         table = build_table(self.step, rows, floats, counts, identity, self.slots.numbered(), self.columns)
         table = table.replace_schema_metadata(
             {**table.schema.metadata, b"complete": b"true" if self.complete else b"false"}

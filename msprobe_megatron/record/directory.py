@@ -158,9 +158,15 @@ class RunDirectory:
         # The step of a small model has a few hundred rows: there the compressor costs more than all the rest.
         dense = table.num_rows > _MANY_ROWS and pa.Codec.is_available("zstd")
         compression = "zstd" if dense else "snappy"
-        return self.write_file(
-            relative, lambda file: pq.write_table(table, file, compression=compression, write_statistics=dense)
-        )
+        if dense:
+            return self.write_file(
+                relative, lambda file: pq.write_table(table, file, compression=compression, write_statistics=True)
+            )
+        # In memory first: into a file, every page of every column is a call of its own.
+        text = [f.name for f in table.schema if pa.types.is_dictionary(f.type) or pa.types.is_string(f.type)]
+        stream = pa.BufferOutputStream()
+        pq.write_table(table, stream, compression=compression, write_statistics=False, use_dictionary=text)
+        return self.write_file(relative, lambda file: put(file, stream.getvalue()))
 
     def repeat_file(self, relative: str, again: str) -> int | None:
         """Give a finished file a second name, for content that repeats; None where the file system has no links.
@@ -219,6 +225,6 @@ class RunDirectory:
         return os.open(events.FILE_NAME, flags, dir_fd=self._descriptor)
 
 
-def put(file: IO[bytes], content: bytes) -> None:
+def put(file: IO[bytes], content: Any) -> None:
     """Write all of ``content``; a filler for `RunDirectory.write_file`."""
     file.write(content)

@@ -1,8 +1,8 @@
 """Rows and figures of one step as an Arrow table.
 
 Runs in the writer thread, which shares the interpreter with training: hence whole columns at a time, and no
-Python code for each cell. Steps of a training are alike: where the rows of a step are those of the last one, all columns
-that do not hold figures are taken over.
+Python code for each cell. Steps of a training are alike: where the rows of a step are those of the last one, all
+columns that do not hold figures are taken over.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from msprobe_megatron.record.schema import COUNT_COLUMNS, FLOAT_COLUMNS, IDENTITY_COLUMNS, Row, arrow_schema
+from msprobe_megatron.record.sightings import Sighting, rows_of
 
 _FROM_ROW = frozenset(Row._fields) - {"slot", "site"}
 _SCHEMA = arrow_schema()
@@ -31,16 +32,18 @@ class Columns:
     """
 
     def __init__(self) -> None:
-        self._rows: Sequence[Row] | None = None
+        self._rows: Sequence[Sighting | Row] | None = None
         self._identity: Mapping[str, int] = {}
         self._slot: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._arrays: dict[str, pa.Array] = {}
 
-    def of(self, rows: Sequence[Row], identity: Mapping[str, int]) -> tuple[dict[str, pa.Array], npt.NDArray[np.int64]]:
+    def of(
+        self, rows: Sequence[Sighting | Row], identity: Mapping[str, int]
+    ) -> tuple[dict[str, pa.Array], npt.NDArray[np.int64]]:
         """Arrays by name, and the slot of each row."""
         # Equal rows are mostly the very same objects, which Python compares first.
         if self._rows is None or rows != self._rows or identity != self._identity:
-            self._make(rows, identity)
+            self._make(rows_of(rows), identity)
             # To keep the rows of a large step would cost more memory than making its columns costs time.
             self._rows, self._identity = rows if len(rows) <= _MOST_ROWS else None, dict(identity)
         return self._arrays, self._slot
@@ -63,7 +66,7 @@ class Columns:
 
 def build_table(
     step: int,
-    rows: Sequence[Row],
+    rows: Sequence[Sighting | Row],
     floats: npt.NDArray[np.float64],
     counts: npt.NDArray[np.int64],
     identity: Mapping[str, int],

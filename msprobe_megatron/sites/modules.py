@@ -16,6 +16,7 @@ from torch import nn
 
 from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.sites.arguments import Found, find_tensors, named_arguments, own_work
+from msprobe_megatron.sites.module_hooks import ModuleHooks
 from msprobe_megatron.sites.stacks import call_stack
 from msprobe_megatron.topology import names
 from msprobe_megatron.topology.activations import ChunkLayout, activation_spec, at_stage_boundary
@@ -62,7 +63,7 @@ class _Watched:
         self.places: dict[tuple[str, str], _Places] = {}
         self.parameters = parameter_names(entry.module)
         self.calls: dict[tuple[str, Moment], int] = {}
-        self.hooks: tuple[Any, Any] | None = None
+        self.hooks: ModuleHooks | None = None
         self.current: tuple[str, Moment, int] = ("forward", Moment(0, 0), 0)
 
 
@@ -86,8 +87,7 @@ class ModuleSite:
     ) -> None:
         self._sink, self._clock, self._where, self._fault = sink, clock, where, fault
         self._stacks = stacks
-        self._handles: list[Any] = []
-        self._active = False
+        self._active = self._hooked = False
         self._round = 0
         self.stacks: dict[int, list[str]] = {}
         self._structure: list[dict[str, Any]] = []
@@ -109,13 +109,13 @@ class ModuleSite:
         self._round += 1
         for watched in self.watched:
             watched.calls.clear()
-        if self._handles:
+        if self._hooked:
             return
+        self._hooked = True
         for watched in self.watched:
-            module = watched.entry.module
-            before, after = watched.hooks or self._make_hooks(watched)
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+            if watched.hooks is None:
+                watched.hooks = ModuleHooks(watched.entry.module, self._before(watched), self._after(watched))
+            watched.hooks.set()
 
     def pause(self) -> None:
         """Leave the hooks in place and ignore what they see."""
@@ -125,16 +125,12 @@ class ModuleSite:
         """See again."""
         self._active = True
 
-    def _make_hooks(self, watched: _Watched) -> tuple[Any, Any]:
-        watched.hooks = (self._before(watched), self._after(watched))
-        return watched.hooks
-
     def remove(self) -> None:
         """Take all hooks away; gradients that still arrive are ignored."""
-        self._active = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._active = self._hooked = False
+        for watched in self.watched:
+            if watched.hooks is not None:
+                watched.hooks.remove()
 
     def structure(self) -> list[dict[str, Any]]:
         """Id, name, class and stack of every watched module, for sites.json; the same object while nothing is new."""

@@ -51,6 +51,7 @@ class OptimizerSite:
                     weight = self._place("parameter", entry, index, _whole(entry))
                     gradient = self._place("grad_reduced", entry, index, _reduced(entry, chunk))
                     self._parameters.append((chunk, entry, weight, gradient))
+        self._ranges: dict[int, tuple[int, int] | None] = {}
         self._scale = Place(
             "loss", "loss_scale", "value", "", "optimizer", 0, -1, lambda shape: ShardSpec(), where.size
         )
@@ -66,7 +67,7 @@ class OptimizerSite:
             if value is None:
                 continue
             value = local_part(value)
-            part = reduced_range(chunk, entry.parameter)
+            part = self._range(chunk, entry.parameter)
             if part is not None:
                 value = value.reshape(-1)[part[0] : part[1]]
                 if part[0] == part[1]:
@@ -75,6 +76,13 @@ class OptimizerSite:
         scale = _loss_scale(self._optimizer)
         if scale is not None:
             self._sink.see(self._scale, scale, None, "optimizer")
+
+    def _range(self, chunk: nn.Module, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """What of the gradient this rank holds; Megatron lays its buffers out once."""
+        key = id(parameter)
+        if key not in self._ranges:
+            self._ranges[key] = reduced_range(chunk, parameter)
+        return self._ranges[key]
 
     def _place(
         self, kind: str, entry: names.NamedParameter, chunk: int, spec: Callable[[tuple[int, ...]], ShardSpec]

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Variables that can change a number or a kernel, by their beginnings. All others stay where they are: an environment may
-# hold anything.
+# Variables that can change a number or a kernel, by their beginnings. All others stay where they are: an environment
+# may hold anything.
 _READ = re.compile(
     r"(CUDA|CUDNN|CUBLAS|CUTLASS|NCCL|NVTE|NVIDIA_TF32|TE|TORCH|PYTORCH|TORCHINDUCTOR|TRITON|OMP|MKL|KMP|OPENBLAS|GLOO|UCX"
     r"|HCCL|LCCL|ASCEND|NPU|CANN|ACL|TASK_QUEUE|COMBINED|MINDSPEED|MEGATRON|MSPROBE|FLASH|XLA|HIP|ROCM|MIOPEN|RCCL"

@@ -136,30 +136,74 @@ def _nan_in_layer(at: int, chunks: Any) -> None:
         around(module, forward)
 
 
-def _damaged(method: str, axis: str) -> Callable[[int], None]:
-    """What a method of the process group brings is not what it should be, on the second rank of an axis, once a step."""
+def _damaged_reduction(at: int) -> None:
+    """The second tensor parallel rank gets another result out of one all-reduce of every step."""
+    from torch.distributed import ProcessGroup
 
-    def before(at: int) -> None:
-        from torch.distributed import ProcessGroup
+    healthy, steps = ProcessGroup.allreduce, set()
 
-        healthy, steps = getattr(ProcessGroup, method), set()
+    def allreduce(group: Any, tensors: Any, *args: Any) -> Any:
+        work = healthy(group, tensors, *args)
+        if Now.step >= at and Now.step not in steps and _rank("tp") == 1 and tensors[0].is_floating_point():
+            work.wait()
+            steps.add(Now.step)
+            tensors[0].data.view(-1)[0] += 0.5
+        return work
 
-        def damaged(group: Any, tensors: Any, *args: Any) -> Any:
-            work = healthy(group, tensors, *args)
-            if Now.step >= at and Now.step not in steps and _rank(axis) == 1 and tensors[0].is_floating_point():
-                work.wait()
-                steps.add(Now.step)
-                tensors[0].data.view(-1)[0] += 0.5
-            return work
+    ProcessGroup.allreduce = allreduce
 
-        setattr(ProcessGroup, method, damaged)
 
-    return before
+def _bucket_not_scattered(at: int) -> None:
+    """The second data parallel rank keeps its own gradients where the reduced shard of a bucket should be."""
+    from torch.distributed import ProcessGroup
+
+    names = ("_reduce_scatter_base", "reduce_scatter_single")
+    for name in [name for name in names if hasattr(ProcessGroup, name)]:
+        setattr(ProcessGroup, name, _kept_own(getattr(ProcessGroup, name), at))
+
+
+def _kept_own(healthy: Callable[..., Any], at: int) -> Callable[..., Any]:
+    def scatter(group: Any, output: Any, given: Any, *args: Any) -> Any:
+        own = given.clone()
+        work = healthy(group, output, given, *args)
+        if Now.step >= at and _rank("dp") == 1:
+            work.wait()
+            output.copy_(own[output.numel() :])
+        return work
+
+    return scatter
+
+
+def _damaged_message(at: int) -> None:
+    """What the first stage sends is damaged on the way."""
+    from torch.distributed import ProcessGroup
+
+    healthy, kept = ProcessGroup.send, []
+
+    def send(group: Any, tensors: Any, *args: Any) -> Any:
+        if Now.step >= at and _rank("pp") == 0:
+            kept.append([tensor + 0.5 for tensor in tensors])
+            tensors = kept[-1]
+        return healthy(group, tensors, *args)
+
+    ProcessGroup.send = send
+
+
+def _nan_weight(at: int, chunks: Any) -> None:
+    value, module = weight(chunks, "decoder.layers.2.mlp.linear_fc2.weight"), named(chunks, "decoder.layers.2.mlp")
+
+    def forward(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if Now.step == at:
+            value.data[0, 0] = float("nan")
+        return original(*args, **kwargs)
+
+    around(module, forward)
 
 
 BEFORE = {
-    "damaged_reduction": _damaged("allreduce", "tp"),
-    "damaged_message": _damaged("recv", "pp"),
+    "damaged_reduction": _damaged_reduction,
+    "damaged_message": _damaged_message,
+    "bucket_not_scattered": _bucket_not_scattered,
     "bad_batch": _bad_batch,
     "norms_not_reduced": _norms_not_reduced,
     "embedding_not_synchronised": _embedding_not_synchronised,
@@ -167,6 +211,7 @@ BEFORE = {
     "same_generators": _same_generators,
 }
 READY = {
+    "nan_weight": _nan_weight,
     "starved_expert": _starved_expert,
     "nan_in_layer": _nan_in_layer,
     "flip_dp": _flip("dp", "decoder.layers.1.mlp.linear_fc1.weight"),

@@ -26,7 +26,12 @@ def test_clean_jobs_are_silent_and_were_compared(layout, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "layout", "name"), [("damaged_reduction", "tp2", "all_reduce"), ("damaged_message", "pp2", "message")]
+    ("fault", "layout", "name"),
+    [
+        ("damaged_reduction", "tp2", "all_reduce"),
+        ("damaged_message", "pp2", "message"),
+        ("bucket_not_scattered", "dp2_distopt", "reduce_scatter_tensor"),
+    ],
 )
 def test_damage_is_named(fault, layout, name, tmp_path):
     first = replica_alerts(job(tmp_path, layout, fault, probe=PROBE))[0]
@@ -37,7 +42,7 @@ def test_damage_is_named(fault, layout, name, tmp_path):
 RANKS = GroupFacts("tp", (0, 1, 2))
 
 
-def group(inputs, outputs, dtype="float32", mean=False):
+def group(inputs, outputs, dtype="float32", mean=False, spread=False):
     """What three ranks find that gave `inputs` to one reduction and hold `outputs`."""
     store, found, missed = distributed.HashStore(), {}, []
     members = {}
@@ -46,7 +51,7 @@ def group(inputs, outputs, dtype="float32", mean=False):
         floats = np.array([[x.min(), x.max(), x[np.isfinite(x)].sum(), (x**2).sum(), abs(x).max()] for x in tensors])
         counts = np.array([[np.isnan(x).sum(), 0, 0, 0] for x in tensors], np.int64)
         digests = np.array([abs(hash(x.tobytes())) for x in tensors], np.uint64)
-        call = Call("all_reduce.0", 0, 1, len(tensors[0]), dtype, mean)
+        call = Call("all_reduce.0", 0, 1, len(tensors[0]), dtype, mean, spread)
         members[rank] = (Exchanged({RANKS: [call]}, {}, {}), Figures(floats, counts, digests))
     boards = {rank: Communication(Bulletin(store, "x", rank), rank, lambda *a: missed.append(a)) for rank in range(3)}
     for rank, (exchanged, figures) in members.items():
@@ -77,6 +82,16 @@ def test_one_rank_with_another_result():
     other = total.copy()
     other[3] = np.nextafter(other[3], 9)
     assert group(inputs, [total, total, other]) == ["the result of all_reduce.0 over tp is not the same on ranks [2]"]
+
+
+def test_a_result_that_is_cut_over_the_ranks():
+    inputs = np.random.default_rng(0).standard_normal((3, 51)).astype(np.float32)
+    parts = inputs.sum(0).reshape(3, 17)
+    assert group(inputs, parts, spread=True) == []
+    parts[1] = inputs[1, 17:34]
+    assert group(inputs, parts, spread=True) == [
+        "the result of all_reduce.0 over tp is not the sum of what the ranks gave"
+    ]
 
 
 def test_sums_with_a_nan_are_not_judged():

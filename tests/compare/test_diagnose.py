@@ -1,6 +1,7 @@
 """Diagnosis of one run: the source of a NaN, replicas that differ, and nothing to say about a clean run."""
 
 import json
+import shutil
 
 import pytest
 
@@ -69,3 +70,32 @@ def test_the_command(runs, capsys):
     assert "transformer_layer.py" in text
     assert "next: record this module alone" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_fault_of_the_kit_is_a_finding(runs, tmp_path, capsys):
+    """Told by an event alone: the rank that had it may have had no time to write its ledger."""
+    run = tmp_path / "run"
+    shutil.copytree(runs.clean("tp2"), run)
+    event = {"event": "fault", "rank": 1, "step": 2, "text": "disarmed after a fault in writer: OSError: disk full"}
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    assert main(["diagnose", str(run), "--json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["what"] == "warning"
+    assert "disk full" in finding["text"]
+
+
+def test_alerts_come_in_order_of_cause(runs, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(runs.clean("pp2"), run)
+    common = {"event": "alert", "rule": "spike", "step": 2, "microbatch": 0, "kind": "activation"}
+    events = [
+        {**common, "rank": 1, "phase": "backward", "seq": 5, "name": "b", "kind": "gradient", "text": "third"},
+        {**common, "rank": 1, "phase": "forward", "seq": 1, "name": "later", "text": "second"},
+        {**common, "rank": 0, "phase": "forward", "seq": 9, "name": "a", "text": "first"},
+    ]
+    with (run / "events.jsonl").open("a") as file:
+        file.write("".join(json.dumps(event) + "\n" for event in events))
+    assert main(["diagnose", str(run), "--json"]) == 1
+    findings = [found for found in json.loads(capsys.readouterr().out)["findings"] if found["what"] == "alert"]
+    assert [found["text"].rpartition(" ")[2] for found in findings] == ["first", "second", "third"]

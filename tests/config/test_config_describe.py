@@ -37,7 +37,7 @@ strict: true
         " microbatches 0, layers 0-3, from a to b, without stacks",
         "gradients, optimizer, parameters of 2 targets, every 5 steps, as parquet; alerts: nonfinite, spike 0.5",
         "check by bit_noise (ulp) in backward of softmax, thresholds from 15 steps",
-        "checks   replicas, collectives",
+        "checks   replicas, optimizer, rng, collectives, every 1 steps",
         "recorder last 2 steps, on signal",
         "limits   host memory 2GiB, disk 5GiB",
         "stop the job (strict)",

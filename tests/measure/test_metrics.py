@@ -51,14 +51,14 @@ def test_entropy_of_a_router_that_does_not_care():
     assert router_entropy(torch.randn(7, 2, 4), torch.zeros(5, 4)).tolist() == pytest.approx([np.log(5)] * 14, rel=1e-6)
 
 
-def test_spectral_norm_comes_closer_with_every_look_and_follows_the_weight():
+def test_spectral_norm_is_close_at_every_look_and_follows_the_weight():
     torch.manual_seed(0)
     u, _, v = torch.linalg.svd(torch.randn(20, 12), full_matrices=False)
     weight = u @ torch.diag(torch.linspace(3, 1, 12)) @ v
     norms = SpectralNorms()
     errors = [abs(norms("w", weight).item() - 3) for _ in range(30)]
-    assert errors[0] < 0.3 and errors[-1] < 1e-3 and errors[-1] <= errors[0]
-    assert abs(norms("w", 2 * weight).item() - 6) < 2e-3
+    assert errors[0] < 0.05 and errors[-1] < 1e-2
+    assert abs(norms("w", 2 * weight).item() - 6) < 2e-2
     assert stable_rank(torch.eye(5), norms("other", torch.eye(5))).item() == pytest.approx(5, rel=1e-5)
 
 

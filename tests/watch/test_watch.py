@@ -83,3 +83,16 @@ def test_sparkline(values, expected):
 def test_last_figure():
     assert figure([1.0, 123456.789, None]) == "1.2346e+05"
     assert figure([None]) == ""
+
+
+def test_a_loss_that_is_not_finite_is_shown_as_such(tmp_path, capsys):
+    from tests.checks.jobs import job
+
+    out = job(tmp_path, "single", "nan_weight", at=1, probe="monitor: {activations: false}\n", steps=3)
+    live = look(out)
+    assert [np.isnan(value) for value in live.losses["lm loss"]] == [False, True, True]
+    assert [np.isnan(value) for value in live.layers[1]] == [False, True, True]
+    main(["watch", str(out), "--json"])
+    assert json.loads(capsys.readouterr().out)["losses"]["lm loss"][1:] == ["nan", "nan"]
+    main(["watch", str(out), "--once"])
+    assert "nan" in capsys.readouterr().out

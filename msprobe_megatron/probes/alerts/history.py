@@ -46,6 +46,16 @@ class Steps:
         self._levels.add(numbers, levels)
         self._spreads.add(numbers, spreads)
 
+    def bounds(self, series: Numbers) -> tuple[Floats, Floats]:
+        """Two numbers between which the median of each series is, for sure; infinite where nothing is known.
+
+        Most rows of most steps are told by them to be usual, and never ask for more.
+        """
+        low, high = self._levels.extent(series)
+        # Taken along its slope, a value moves by at most three times what the values span.
+        span = 3 * (high - low)
+        return low - span, high + span
+
     def usual(self, series: Numbers) -> Usual:
         """Steps, median and deviation of each series; NaN where nothing is known."""
         levels = self._levels.usual(series)
@@ -54,7 +64,7 @@ class Steps:
 
 
 class History:
-    """Rings of the last `window` values of each series; memory is `series` x `window` numbers of eight bytes.
+    """Rings of the last `window` values of each series; memory is `series` x `window` numbers of four bytes.
 
     Example::
 
@@ -65,7 +75,7 @@ class History:
 
     def __init__(self, window: int) -> None:
         self.window = window
-        self._values = np.full((0, window), np.inf)
+        self._values = np.full((0, window), np.inf, np.float32)
         self._total = np.zeros(0, np.int64)
 
     def add(self, series: Numbers, values: Floats) -> None:
@@ -88,16 +98,30 @@ class History:
             median[these], deviation[these] = _projected(self._in_order(known[these], int(count)))
         return Usual(steps, median, deviation)
 
+    def extent(self, series: Numbers) -> tuple[Floats, Floats]:
+        """Smallest and largest value of each series; without any, the whole line."""
+        known = (series >= 0) & (series < len(self._total))
+        low, high = np.full(len(series), -np.inf), np.full(len(series), np.inf)
+        places = series[known]
+        places = places[self._total[places] > 0] if len(self._total) else places[:0]
+        if len(places):
+            there = known.copy()
+            there[known] = self._total[series[known]] > 0
+            values = self._values[places]
+            low[there] = values.min(axis=1)
+            high[there] = np.where(np.isinf(values), -np.inf, values).max(axis=1)
+        return low, high
+
     def _in_order(self, series: Numbers, count: int) -> Floats:
         """The values of series that have this many, oldest first."""
         first = self._total[series] % self.window if count == self.window else np.zeros(len(series), np.int64)
-        return np.asarray(self._values[series[:, None], (first[:, None] + np.arange(count)) % self.window])
+        return self._values[series[:, None], (first[:, None] + np.arange(count)) % self.window].astype(np.float64)
 
     def _grow(self, series: int) -> None:
         have = len(self._total)
         if series > have:
             more = max(series, 2 * have) - have
-            self._values = np.concatenate((self._values, np.full((more, self.window), np.inf)))
+            self._values = np.concatenate((self._values, np.full((more, self.window), np.inf, np.float32)))
             self._total = np.concatenate((self._total, np.zeros(more, np.int64)))
 
 

@@ -128,14 +128,20 @@ class Spike(Rule):
 
     def judge(self, step: Step) -> list[Hit]:
         """Every row whose size is further from the median, on the scale of logarithms, than both bounds."""
-        chosen = np.flatnonzero(step.chosen & _floating(step.columns) & ~np.isin(step.columns["name"], _SETTINGS))
-        usual, logs = self._history.usual(step.series[chosen]), logarithms(step.columns)[chosen]
+        columns = step.columns
+        chosen = np.flatnonzero(step.chosen & _floating(columns) & ~np.isin(columns["name"], _SETTINGS))
+        losses = (columns["kind"] == "loss") & (columns["name"] != "grad_norm")
+        logs, ratios = logarithms(columns), np.zeros(len(losses))
+        ratios[chosen] = self._ratios(losses[chosen])
+        low, high = self._history.bounds(step.series[chosen])
         with np.errstate(invalid="ignore"):
-            losses = (step.columns["kind"] == "loss") & (step.columns["name"] != "grad_norm")
+            far = np.maximum(np.abs(logs[chosen] - low), np.abs(logs[chosen] - high)) > ratios[chosen]
+            chosen = chosen[far & np.isfinite(logs[chosen])]
+            usual, logs = self._history.usual(step.series[chosen]), logs[chosen]
             # Of few steps the deviation is itself uncertain, and there are thousands of series to be wrong about.
             deviations = self.alert.deviations * (1 + 2 * ENOUGH / np.maximum(usual.steps, 1))
-            bound = np.maximum(self._ratios(losses[chosen]), deviations * usual.deviation)
-            odd = (usual.steps >= _enough(self._history)) & np.isfinite(logs) & (np.abs(logs - usual.median) > bound)
+            bound = np.maximum(ratios[chosen], deviations * usual.deviation)
+            odd = (usual.steps >= _enough(self._history)) & (np.abs(logs - usual.median) > bound)
         return [_against_usual(int(chosen[i]), float(logs[i]), usual, int(i)) for i in np.flatnonzero(odd)]
 
     def _ratios(self, losses: Flags) -> Floats:
@@ -157,20 +163,24 @@ class Vanish(Rule):
 
     def judge(self, step: Step) -> list[Hit]:
         """Every row whose size is below the share of the median that the threshold gives, or whose zeros jumped."""
-        chosen = np.flatnonzero(step.chosen & (step.columns["numel"] > 0) & _floating(step.columns))
-        series, columns = step.series[chosen], step.columns
-        bad = columns["n_nan"] + columns["n_inf"]
-        usual, zeros = self._history.usual(series), self._zeros.usual(series)
-        share, logs = columns["zeros"][chosen], logarithms(columns)[chosen]
-        enough = _enough(self._history)
+        columns = step.columns
+        chosen = np.flatnonzero(step.chosen & (columns["numel"] > 0) & _floating(columns))
+        bad, logs, share = columns["n_nan"] + columns["n_inf"], logarithms(columns), columns["zeros"]
+        _, high = self._history.bounds(step.series[chosen])
         with np.errstate(invalid="ignore"):
-            collapsed = (usual.steps >= enough) & (logs - usual.median < self._ratio) & (bad[chosen] == 0)
-            emptied = (zeros.steps >= enough) & (share > _MOSTLY_ZERO) & (zeros.median < _MOSTLY_ZERO / 2)
-        self._zeros.add(series, share)
-        hits = [_against_usual(int(chosen[i]), float(logs[i]), usual, int(i)) for i in np.flatnonzero(collapsed)]
-        for i in np.flatnonzero(emptied & ~collapsed):
-            words = f"{share[i]:.1%} of the elements are zero, usually {zeros.median[i]:.1%}"
-            hits.append(Hit(int(chosen[i]), float(share[i]), words))
+            small = chosen[(logs[chosen] - high < self._ratio) & (bad[chosen] == 0)]
+        usual, empty = self._history.usual(step.series[small]), chosen[share[chosen] > _MOSTLY_ZERO]
+        zeros, enough = self._zeros.usual(step.series[empty]), _enough(self._history)
+        self._zeros.add(step.series[chosen], share[chosen])
+        with np.errstate(invalid="ignore"):
+            collapsed = (usual.steps >= enough) & (logs[small] - usual.median < self._ratio)
+            emptied = (zeros.steps >= enough) & (zeros.median < _MOSTLY_ZERO / 2)
+        hits = [_against_usual(int(small[i]), float(logs[small[i]]), usual, int(i)) for i in np.flatnonzero(collapsed)]
+        told = {hit.row for hit in hits}
+        for i in np.flatnonzero(emptied):
+            if int(empty[i]) not in told:
+                words = f"{share[empty[i]]:.1%} of the elements are zero, usually {zeros.median[i]:.1%}"
+                hits.append(Hit(int(empty[i]), float(share[empty[i]]), words))
         return hits
 
 

@@ -20,7 +20,7 @@ from msprobe_megatron.topology.layers import layer_of
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
-MOST_SERIES = 200_000
+MOST_SERIES = 50_000
 """Series that are remembered; what comes beyond is not judged by rules with a history."""
 
 

@@ -45,6 +45,8 @@ class Case:
     """Whether the whole call is repeated, besides the rows."""
     numbering: Callable[[torch.Tensor], noise.Numbering | None] = lambda x: None  # noqa: E731
     terms: int = 1
+    parameters: tuple[torch.Tensor, ...] = ()
+    """Those of a module: a NaN in one of them is not the module's doing."""
 
 
 def repeat(case: Case, line: torch.Tensor) -> None:

@@ -19,12 +19,13 @@ from msprobe_megatron.probes.perturb import checks, noise, reference, twins
 from msprobe_megatron.probes.perturb.checks import Case
 from msprobe_megatron.probes.perturb.classes import HALF
 from msprobe_megatron.probes.perturb.examiner import Examiner, outputs
-from msprobe_megatron.probes.perturb.figures import REFERENCE
+from msprobe_megatron.probes.perturb.figures import PLACE, REFERENCE
 from msprobe_megatron.probes.perturb.rerun import Rerunner, hooks_off
 from msprobe_megatron.probes.perturb.safety import CannotRun
 
 # Composite modules of Megatron that neither communicate nor draw where dropout is off.
 _KNOWN = ("core_attention", "router")
+_SUM = PLACE["input_sum"]
 _own_work = torch._C.DisableTorchFunction
 
 
@@ -88,6 +89,7 @@ class ModuleExaminer:
                     return self._rerun.run(twins.module_twin(module, change), some, more, watch=True)
 
             case = Case(op, "module", args, kwargs, live, pick, run, 0, self._asked.ulps, self._asked.stage)
+            case.parameters = tuple(p for p in module.parameters() if p.is_floating_point())
             case.numbering = self.numberings.get(name, case.numbering)
             self._examiner.examine(case, name, 0, where, path, check=self._check)
         if len(self._examiner.found) == found:
@@ -105,6 +107,8 @@ class ModuleExaminer:
 
     def _precision(self, case: Case, line: torch.Tensor) -> None:
         checks.repeat(case, line)
+        for parameter in case.parameters:
+            line[_SUM] += parameter.detach().sum(dtype=torch.float32)
         low = case.live.dtype
         if low not in (*HALF, torch.float32):
             return
