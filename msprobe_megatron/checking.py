@@ -130,7 +130,8 @@ class Checking(Part):
             found = generators(self._device.device)
             words.update({f"generator {name}": value for name, value in found.common.items()})
             own = next(iter(found.own.values()), 0)
-        return Member(group.label, group.ranks, entries, words, own)
+        names = frozenset(shared.name for shared in group.shared)
+        return Member(group.label, group.ranks, entries, words, own, names)
 
     def _slot(self, kind: str, tensor: torch.Tensor, known: dict[tuple[str, int], int]) -> int:
         """The slot with the digest of a tensor, which several groups may share; -1 when it cannot be read."""

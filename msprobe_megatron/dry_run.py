@@ -21,7 +21,7 @@ def installed_patches() -> tuple[list[dict[str, Any]], str]:
         from msprobe_megatron.backends import cpu
 
         cpu.install()
-    patches: list[Patch] = declared("arguments", "functions", "recording")
+    patches: list[Patch] = declared("arguments", "functions", "recording", "gradients")
     with warnings.catch_warnings():
         # What Megatron lacks here (TransformerEngine, Apex) is not the question.
         warnings.simplefilter("ignore")

@@ -80,8 +80,9 @@ class Dumping(Part):
         self._refuse_unfound(config.source)
         self._comm = CommSite(sink, clock, where, fault, self._frames, self._apis.new_site)
         self._saved = SavedSite(sink, clock, fault)
+        self._alone = where.pp_size == 1 and where.ep_size == 1
         # Names of API calls are not known before they are called.
-        if where.pp_size == 1 and where.ep_size == 1 and asked.level == "L0":
+        if self._alone and asked.level == "L0":
             self._refuse_unmatched(config.source, chunks)
 
     def _narrowed(self, chunks: Sequence[nn.Module], where: Coordinates, source: str) -> Sink:
@@ -215,6 +216,8 @@ class Dumping(Part):
         if not self._job.config.steps.spans and not self.steps:
             return []  # steps: none, and nobody asked for any while the job ran
         missed = self._scope.missed() if self._scope is not None and self.steps else []
+        if self._alone and self.steps:
+            missed += [f"dump.list: {text!r} matched nothing on this rank" for text in self._probe.unmatched()]
         return missed + missing_steps(self._job.config.steps, self.steps, last_step, selects_nothing=nothing)
 
     def ledger(self) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class Member(NamedTuple):
     entries: list[tuple[str, str, int]]
     words: dict[str, int]
     own: int
+    names: frozenset[str] = frozenset()
+    """Parameters that the group shares, compared or not."""
 
 
 class Taken(NamedTuple):
@@ -212,14 +214,13 @@ class Comparer:
             for name, (start, stop, numel) in json.loads(content).items():
                 shards.setdefault(name, []).append((start, stop))
                 sizes[name] = numel
-        shared = {name for _, name, _ in member.entries}
-        found = []
-        for name, parts in shards.items():
-            wrong = untiled(parts, sizes[name]) if name in shared else None
-            if wrong is not None:
-                text = f"optimizer shards of {name} do not tile it: {wrong} ({member.label})"
-                found.append(_event(taken, member, "optimizer", name, list(member.ranks), text, 0))
-        return found
+        wrong = {name: untiled(parts, sizes[name]) for name, parts in shards.items() if name in member.names}
+        found = [(name, text) for name, text in wrong.items() if text is not None]
+        if not found:
+            return []
+        others = f"; {len(found) - 1} more" if len(found) > 1 else ""
+        text = f"optimizer shards of {found[0][0]} do not tile it: {found[0][1]} ({member.label}){others}"
+        return [_event(taken, member, "optimizer", found[0][0], list(member.ranks), text, len(found) - 1)]
 
 
 def _words(member: Member, figures: Figures) -> Words:

@@ -24,7 +24,8 @@ from msprobe_megatron.topology.index_map import index_map
 from msprobe_megatron.topology.layers import layer_of
 
 _RUNS = 4.0
-_EXAMINED = 800.0
+# Microseconds of an examination, and of each call under the guard.
+_EXAMINED, _GUARDED = 3000.0, 60.0
 
 
 class ModuleTargets:
@@ -143,7 +144,7 @@ class ModuleTargets:
         for name in list(self._chosen):
             inside = [cost.call for call, cost in calls.items() if call.startswith((f"{name}/", f"{name}."))]
             if len(inside) > 1 or self._asked.modules:
-                found[name] = Cost(0.0, _EXAMINED + _RUNS * sum(inside))
+                found[name] = Cost(0.0, _EXAMINED + _RUNS * (sum(inside) + _GUARDED * len(inside)))
             else:
                 del self._chosen[name]
         return found

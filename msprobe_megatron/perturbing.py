@@ -6,7 +6,9 @@ that costs; each step after it examines a few calls, in the modules that make th
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from msprobe_megatron import backends
@@ -26,8 +28,11 @@ from msprobe_megatron.probes.perturb.structure import Structure
 from msprobe_megatron.probes.perturb.verdict import Examined, Verdict
 from msprobe_megatron.sites.calls import CallSite
 
-_STEPS_A_FILE = 10
+_STEPS_A_FILE = 100
+_SECONDS_A_FILE = 30.0
 _ROWS_A_FILE = 2000
+# Calls that are named are looked for everywhere in the first step, and again now and then; else where they were found.
+_LOOK_EVERYWHERE = 50
 _TOLD = 10
 
 
@@ -63,7 +68,7 @@ class Perturbing(Part):
         self._ordinal = 0
         self._verdicts: Counter[str] = Counter()
         self._told: set[str] = set()
-        self._pending = 0
+        self._pending, self._submitted = 0, time.monotonic()
         self.examined = 0
 
     def next_from(self, step: int) -> int | None:
@@ -81,9 +86,11 @@ class Perturbing(Part):
         examiner = self._examiner
         examiner.begin()
         self._backward.round += 1
-        chosen = None
+        chosen: Collection[str] | None = None
         names = None
-        if self.asked.handler == "check":
+        if self.asked.handler == "fix":
+            chosen = examiner.makers if self._ordinal % _LOOK_EVERYWHERE else None
+        else:
             first = self._ordinal == 0
             examiner.constants = self._structure.saw if first else None
             examiner.observe = self._observe if first and self.asked.share < 1 else None
@@ -92,6 +99,8 @@ class Perturbing(Part):
                 examiner.chosen = names
                 examiner.microbatch = self.plan.microbatch(self._ordinal - 1)
                 chosen = {name.partition("/")[0] for name in names}
+            elif not self.asked.whole and self._ordinal % _LOOK_EVERYWHERE:
+                chosen = self._examiner.makers
         if self.asked.list or self.asked.scope or self.asked.whole:
             self._calls.install(chosen)
         if examiner.observe is None:
@@ -137,7 +146,8 @@ class Perturbing(Part):
         self._ordinal += complete
         self.steps.append(step)
         self._pending += 1
-        if self._pending >= _STEPS_A_FILE or len(self._examiner.found) >= _ROWS_A_FILE:
+        late = time.monotonic() - self._submitted > _SECONDS_A_FILE
+        if late or self._pending >= _STEPS_A_FILE or len(self._examiner.found) >= _ROWS_A_FILE:
             self._submit()
 
     def _plan(self) -> None:
@@ -175,7 +185,7 @@ class Perturbing(Part):
             )
 
     def _submit(self) -> None:
-        self._pending = 0
+        self._pending, self._submitted = 0, time.monotonic()
         found, self._examiner.found = self._examiner.found, []
         if found:
             self.examined += len(found)

@@ -7,9 +7,10 @@ import pytest
 
 from msprobe_megatron.commands import COMMANDS
 from msprobe_megatron.config import load
+from msprobe_megatron.config.schema import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "README_zh.md", *ROOT.glob("docs/**/*.md")])
 
 
 def blocks(language):
@@ -23,7 +24,7 @@ def test_probe_files_load(tmp_path, page, text):
     path = tmp_path / "probe.yaml"
     path.write_text(text)
     config = load(path)
-    assert config.dump is not None, page
+    assert any(getattr(config, section) is not None for section in SECTIONS), page
 
 
 def test_there_are_probe_files_to_try():

@@ -264,7 +264,7 @@ from scaled
 
 _LABELLED = """
 select step, phase, kind, name, io, path, rank, sketch, hash({part}, flat) as part,
-    tensor, dtype, shape, global_shape, shard, tp, pp, dp, cp, ep, etp, edp,
+    tensor, dtype, shape, global_shape, shard, tokens, tp, pp, dp, cp, ep, etp, edp,
     case when microbatch is null then 0 when tokens = 'samples' then (microbatch * {dp_size} + dp) * {mbs}
          else microbatch * {dp_size} * {mbs} end as samples_from,
     case kind when 'gradient' then {scale} * coalesce(loss_scale, 1)
@@ -272,5 +272,5 @@ select step, phase, kind, name, io, path, rank, sketch, hash({part}, flat) as pa
 from {rows} join {layouts} using (shard) join {ranks} using (rank) left join (
     select step as scale_step, max(max) as loss_scale from {rows}
     where kind = 'loss' and name = 'loss_scale' group by step) on scale_step = step
-where reason = '' and tokens in ('samples', 'fixed')
+where reason = '' and tokens <> 'counts'
 """

@@ -64,11 +64,16 @@ def causal_order(pairs: Pairs, places: dict[tuple[str, str, str], float]) -> npt
 def last_sample(pairs: Pairs) -> npt.NDArray[np.int64]:
     """Last sample that each tensor was computed from: all its causes have come when that one has.
 
-    Tokens of several microbatches meet at an expert, so that first samples would put such a tensor before its causes.
+    Tokens of several data-parallel ranks meet at an expert: samples that are there together count as one, so that an
+    expert's tensors stand between what goes in and what comes out, of whichever of these samples.
     """
     whole_step = np.isnan(pairs["microbatch"].astype(np.float64))
-    last: npt.NDArray[np.int64] = np.where(whole_step, 0, (pairs["block"] + 1) * pairs["unit"] - 1).astype(np.int64)
-    return last
+    experts = pairs["tokens"] == "experts"
+    group = int(pairs["unit"][experts].max()) if experts.any() else 1
+    last = (pairs["block"] + 1) * pairs["unit"] - 1
+    last = (last // group + 1) * group - 1
+    together: npt.NDArray[np.int64] = np.where(whole_step, 0, last).astype(np.int64)
+    return together
 
 
 _KINDS = ("loss", "activation", "gradient", "parameter", "grad_reduced", "grad_clipped", "optimizer_state", "update")

@@ -21,7 +21,7 @@ _PARTS = """
 select hash(hash(phase, kind, name, io, path), step, samples_from) as whole, sketch, factor
 from (select *, row_number() over (partition by phase, kind, name, io, path, step, samples_from, part order by rank)
         as replica
-    from ({labelled}) where sketch is not null)
+    from ({labelled}) where sketch is not null and tokens <> 'experts')
 where replica = 1 and hash(name) % {slices} = {slice} order by whole
 """
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from msprobe_megatron.analyse.assembly import Part, meet, part_of
 from msprobe_megatron.analyse.elements import Apart, Index, View, add_views, first_beyond
+from msprobe_megatron.analyse.expert_tokens import SAMPLE, ExpertTokens
 from msprobe_megatron.analyse.load import Run, RunError
 from msprobe_megatron.analyse.match import Pairs, same_layout
 from msprobe_megatron.analyse.merge import labelled_query
@@ -84,6 +85,10 @@ class TensorPairs:
         self._files = [TensorFiles(run) for run in runs]
         self._saved = [read_saved(connection, query) for query in labelled]
         self._columns, self._by_rank = columns, by_rank
+        self._experts = [
+            ExpertTokens(saved, files, run.sizes)
+            for saved, files, run in zip(self._saved, self._files, runs, strict=True)
+        ]
         self._known: dict[tuple[Any, ...], Elements | None] = {}
         self.figures: dict[int, Elements] = {}
         self.problems: list[str] = []
@@ -111,6 +116,8 @@ class TensorPairs:
 
     def first(self, i: int, limit: float) -> Index | None:
         """First element of pair `i`, in the order of its shards, that differs by more than `limit`."""
+        if self._columns["tokens"][i] == "experts":
+            return self.figures[i].largest_at
         left, right = (self._of(side, i) for side in (0, 1))
         ratio = left[0].factor / right[0].factor
         for x, y, at in self._views(i, left, right) or ():
@@ -131,6 +138,8 @@ class TensorPairs:
         return self._known[key]
 
     def _measured(self, i: int, left: list[Saved], right: list[Saved]) -> Elements | None:
+        if self._columns["tokens"][i] == "experts":
+            return self._at_expert(i, left, right)
         views = self._views(i, left, right)
         if views is None:
             return None
@@ -148,6 +157,54 @@ class TensorPairs:
             None if apart.largest_at is None else _in_whole(apart.largest_at, left[0].whole),
             apart.numel,
         )
+
+    def _at_expert(self, i: int, left: list[Saved], right: list[Saved]) -> Elements | None:
+        """Tokens of an expert, matched by sample and position; those that only one side has are left to statistics."""
+        sides = [self._tokens(side, i, rows) for side, rows in enumerate((left, right))]
+        if sides[0] is None or sides[1] is None:
+            return None
+        (numbers_x, x), (numbers_y, y) = sides[0], sides[1]
+        common, at_x, at_y = np.intersect1d(numbers_x, numbers_y, assume_unique=True, return_indices=True)
+        rows = max(len(x.words), len(y.words), 1)
+        if x.words.shape[1:] != y.words.shape[1:] or 2 * len(common) < rows:
+            return None
+        apart, scale = Apart(), left[0].factor
+        x, y = View(x.dtype, x.words[at_x]), View(y.dtype, y.words[at_y])
+        add_views(apart, x, y, (0,) * x.words.ndim, scale / right[0].factor)
+        width = math.prod(x.words.shape[1:])
+        at = apart.largest_at
+        return Elements(
+            apart.relative,
+            math.sqrt(apart.squares) / scale,
+            apart.largest / scale,
+            apart.cosine,
+            # Tokens that could not be told apart may differ.
+            apart.differing + (rows - len(common)) * width,
+            apart.unlike,
+            None if at is None else (*divmod(int(common[at[0]]), SAMPLE), *at[1:]),
+            apart.numel,
+        )
+
+    def _tokens(self, side: int, i: int, rows: Sequence[Saved]) -> tuple[npt.NDArray[np.int64], View] | None:
+        """Numbers and values of all tokens of an expert, of all ranks that share it."""
+        numbers, words, dtype = [], [], ""
+        for row in rows:
+            spec = ShardSpec.parse(row.shard)
+            cut = any(c.order != "samples" and self._sizes[side].get(c.axis, 1) > 1 for d in spec.dims for c in d.cuts)
+            if spec.partial or cut or [dim.name for dim in spec.dims][:1] != ["x"]:
+                return None
+            found = self._experts[side].numbers(
+                int(self._columns["step"][i]), str(self._columns["name"][i]), row.rank, row.samples_from
+            )
+            view = self._view(side, i, row)
+            if found is None or len(found) != len(view.words):
+                return None
+            numbers.append(found)
+            words.append(view.words)
+            dtype = view.dtype
+        together, known = np.concatenate(numbers), np.concatenate(words)
+        clear = together >= 0
+        return (together[clear], View(dtype, known[clear])) if len(np.unique(together[clear])) == clear.sum() else None
 
     def _of(self, side: int, i: int) -> list[Saved]:
         """Shards of pair `i` on one side; a repeated forward may stand against one that was not repeated."""

@@ -11,8 +11,8 @@ from msprobe_megatron.bench.workloads import WORKLOADS
 
 ABOUT = (
     "CPU time and peak memory of a training step over those of the same step without the kit, taking turns in one"
-    " process. softmax, matmul: that operator at every step, full results; all: every operator at every step; budget: 5 %,"
-    " turns of many steps timed as a whole, writing included. The steps in which kinds of calls are seen for the first"
+    " process. softmax, matmul: that operator at every step, full results; all: every operator at every step; budget:"
+    " 5 %, turns of many steps timed as a whole, writing included. The steps in which kinds of calls are seen for the first"
     " time are not counted."
 )
 

@@ -1,7 +1,7 @@
-"""How much the task `tensor` writes, and how fast: seed 000's second table and seed 001's, by calculation, and the disk.
+"""How much the task `tensor` writes, by calculation, and how fast: the tables of data volume of seeds 000 and 001.
 
-The size of a dump is a sum of products of the model's dimensions. Their coefficients are found once from small models of
-the same architecture; a further small model that was not among them says how far the calculation is off.
+The size of a dump is a sum of products of the model's dimensions. Their coefficients are found once from small models
+of the same architecture; a further small model that was not among them says how far the calculation is off.
 """
 
 from __future__ import annotations
@@ -45,18 +45,20 @@ class Shape:
     def terms(self) -> list[float]:
         """The products of dimensions that tensors of a step have as sizes."""
         tokens = self.sequence * self.microbatch * self.microbatches
+        passes = self.microbatches
+        per_head = self.hidden // self.heads
         inside = [
-            tokens * self.hidden,
-            tokens * self.ffn,
-            tokens * self.sequence * self.heads,
-            tokens,
-            self.hidden * self.hidden,
-            self.hidden * self.ffn,
-            self.hidden,
+            *(tokens * self.hidden, tokens * self.ffn, tokens * self.sequence * self.heads, tokens * self.heads),
+            *(tokens, self.sequence * self.sequence * passes, self.sequence * per_head * passes),
+            # Weights once a step; at L1 also what each microbatch adds to their gradients.
+            *(self.hidden * self.hidden, self.hidden * self.ffn, self.hidden),
+            *(self.hidden * self.hidden * passes, self.hidden * self.ffn * passes, self.hidden * passes),
         ]
         outside = [
-            *(tokens * self.hidden, tokens * self.vocabulary, tokens, self.microbatches),
-            *(self.vocabulary * self.hidden, self.hidden, self.sequence * self.sequence * self.microbatches),
+            *(tokens * self.hidden, tokens * self.vocabulary, tokens, passes),
+            *(self.vocabulary * self.hidden, self.hidden),
+            *(self.vocabulary * self.hidden * passes, self.hidden * passes),
+            *(self.sequence * self.sequence * passes, self.sequence * per_head * passes),
         ]
         return [float(self.layers * n) for n in inside] + [float(n) for n in outside]
 
@@ -72,27 +74,40 @@ class Shape:
         ).split()
 
 
-_SMALL = Shape(1, 16, 24, 2, 8, 32)
-# Each differs from the small one so that every term can be told apart from the others.
+# Each differs from the others so that every term can be told apart; Megatron pads vocabularies to multiples of 128.
 CALIBRATION = (
-    _SMALL,
-    Shape(2, 16, 24, 2, 8, 32),
-    Shape(1, 32, 24, 2, 8, 32),
-    Shape(2, 32, 24, 2, 8, 32),
-    Shape(1, 16, 48, 2, 8, 32),
-    Shape(2, 32, 48, 2, 8, 32),
-    Shape(1, 16, 24, 4, 8, 32),
-    Shape(1, 16, 24, 2, 16, 32),
-    Shape(2, 16, 24, 2, 16, 32),
-    Shape(1, 16, 24, 2, 8, 64),
-    Shape(1, 32, 24, 2, 8, 64),
-    Shape(1, 16, 24, 2, 8, 32, 2),
-    Shape(1, 16, 24, 2, 8, 32, 1, 2),
-    Shape(2, 16, 48, 4, 16, 64, 2, 2),
-    Shape(1, 32, 48, 4, 16, 32, 2, 1),
-    Shape(2, 32, 24, 4, 16, 64, 1, 3),
+    Shape(1, 16, 24, 2, 8, 128),
+    Shape(2, 16, 24, 2, 8, 128),
+    Shape(1, 32, 24, 2, 8, 128),
+    Shape(2, 32, 24, 2, 8, 128),
+    Shape(1, 16, 56, 2, 8, 128),
+    Shape(2, 32, 56, 2, 8, 128),
+    Shape(1, 16, 24, 4, 8, 128),
+    Shape(2, 16, 24, 4, 8, 128),
+    Shape(1, 16, 24, 2, 24, 128),
+    Shape(2, 16, 24, 2, 24, 128),
+    Shape(1, 16, 24, 2, 8, 256),
+    Shape(1, 32, 24, 2, 8, 256),
+    Shape(1, 16, 24, 2, 8, 128, 3),
+    Shape(2, 16, 24, 2, 8, 128, 3),
+    Shape(1, 16, 24, 2, 8, 128, 1, 3),
+    Shape(2, 16, 24, 2, 8, 128, 1, 3),
+    Shape(2, 48, 56, 4, 24, 256, 2, 2),
+    Shape(1, 48, 40, 8, 16, 128, 2, 1),
+    Shape(3, 32, 24, 8, 40, 256, 1, 3),
+    Shape(3, 64, 96, 2, 16, 256, 2, 2),
+    Shape(2, 64, 32, 8, 48, 128, 3, 2),
+    Shape(1, 48, 80, 2, 32, 256, 1, 2),
+    Shape(1, 32, 24, 2, 8, 128, 1, 4),
+    Shape(2, 32, 24, 2, 8, 128, 1, 4),
+    Shape(1, 16, 56, 2, 8, 128, 1, 4),
+    Shape(2, 32, 56, 2, 8, 128, 1, 4),
+    Shape(1, 16, 24, 2, 8, 256, 1, 4),
+    Shape(1, 64, 40, 4, 16, 256, 1, 3),
+    Shape(3, 48, 120, 2, 8, 128, 2, 4),
+    Shape(4, 64, 24, 4, 8, 256, 1, 1),
 )
-HELD_OUT = Shape(3, 48, 64, 4, 24, 96, 2, 2)
+HELD_OUT = Shape(4, 80, 128, 4, 32, 384, 2, 2)
 MODELS = {
     "LLaMA2-7B": Shape(32, 4096, 11008, 32, 4096, 32000),
     "LLaMA2-13B": Shape(40, 5120, 13824, 40, 4096, 32000),
@@ -100,6 +115,7 @@ MODELS = {
     "GPT-3, 8 layers": Shape(8, 12288, 49152, 24, 1024, 50304, 2),
 }
 BATCHES, RANKS = (1, 2, 3), (1, 8)
+_NEAR = 0.25
 _SPEED_BYTES, _SPEED_TENSOR = 384 << 20, 4 << 20
 
 
@@ -160,11 +176,12 @@ def _data_bytes(path: Path) -> int:
 
 
 def fitted(shapes: tuple[Shape, ...], sizes: list[int]) -> npt.NDArray[np.float64]:
-    """The bytes that each product of dimensions stands for."""
+    """The bytes that each product of dimensions stands for: whole numbers, but for what the small models leave open."""
     terms = np.array([shape.terms() for shape in shapes])
     scale = terms.max(axis=0)
     found: npt.NDArray[np.float64] = np.linalg.lstsq(terms / scale, np.array(sizes, np.float64), rcond=None)[0] / scale
-    return found
+    whole = np.rint(found)
+    return np.where(np.abs(found - whole) < _NEAR, whole, found)
 
 
 def calculation(weights: npt.NDArray[np.float64], shape: Shape) -> float:

@@ -7,6 +7,7 @@ monitor (``monitors``) is recognised and refused as a whole.
 
 from collections.abc import Callable, Collection
 
+from msprobe_megatron.config.errors import shown
 from msprobe_megatron.config.node import Node
 from msprobe_megatron.config.schema import ProbeConfig
 from msprobe_megatron.config.translation import Always, Draft, Refuse, Table, To, Via, apply_table, refusal
@@ -19,6 +20,13 @@ _KINDS = {
 }
 _OPS = ("norm", "min", "max", "mean", "zeros", "nans", "id", "shape", "dtype")
 _WINDOW = ("start_step", "step_interval", "collect_times")
+_FEATURES = ("l2_targets", "recording_l2_features")
+_METRICS = {
+    "attention_hook": "attention",
+    "linear_hook": "stable_rank",
+    "moe_router_weight_hook": "router",
+    "moe_router_logit_hook": "router",
+}
 
 
 def is_monitor_file(keys: Collection[str]) -> bool:
@@ -42,7 +50,8 @@ def translate_monitor(root: Node) -> Draft:
         draft.put(f"monitor.{kind}", first_generation and kind != "parameters", key)
     if first_generation:
         draft.note("targets", "no *_distribution key: activations, gradients and optimizer state are watched")
-    apply_table(draft, root, MONITOR, skip=_WINDOW)
+    apply_table(draft, root, MONITOR, skip=(*_WINDOW, *_FEATURES))
+    _features(draft, {key: node for key in _FEATURES if (node := keys.get(key)) is not None and node.value is not None})
     _window(
         draft,
         {key: node for key in _WINDOW if (node := keys.get(key)) is not None and node.value is not None},
@@ -59,6 +68,22 @@ def _window(draft: Draft, given: dict[str, Node]) -> None:
         number = node.integer(low, 10**8)
         if key != "collect_times" or number < 10**8:
             draft.put(f"monitor.{ours}", number, key)
+
+
+def _features(draft: Draft, given: dict[str, Node]) -> None:
+    """Metrics are asked for by their hooks, and only if they are to be recorded."""
+    if "recording_l2_features" not in given or not given["recording_l2_features"].boolean():
+        for key, node in given.items():
+            draft.note(key, f"{shown(node.value)} asks for nothing")
+        return
+    hooks = given["l2_targets"].entries(_METRICS) if "l2_targets" in given else {}
+    if not hooks:
+        draft.note("recording_l2_features", "l2_targets names no hook: nothing is asked")
+        return
+    for hook in hooks.values():
+        hook.items("a list of names of modules; [] is all")
+    draft.put("monitor.metrics", list(dict.fromkeys(_METRICS[key] for key in hooks)), "l2_targets")
+    draft.note("l2_targets", "metrics are those of all modules that the targets choose")
 
 
 def _targets(draft: Draft, node: Node) -> None:
@@ -140,8 +165,6 @@ def _bool(node: Node) -> object:
     return node.boolean()
 
 
-_METRICS = Refuse("these metrics are not computed; leave it out", (False, [], {}, ""))
-
 # The rule that a threshold belongs to; AnomalyNan is the rule nonfinite as well.
 RULES = {"AnomalyTurbulence": "spike", "AnomalyNan": "limit"}
 ALERT: Table = {
@@ -152,7 +175,7 @@ ALERT: Table = {
 COLLECTIVES: Table = {
     "enable": To("monitor.comm"),
     "cc_codeline": Refuse("collectives are told apart by group and site, not by source line; leave it out", ([],)),
-    "cc_pre_hook": Refuse("results of collectives are recorded; leave it out", (False,)),
+    "cc_pre_hook": Always("what goes into collectives is recorded like what comes out", _bool),
     "cc_log_only": Refuse("training is never stopped to list call sites; leave it out", (False,)),
 }
 MONITOR: Table = {
@@ -173,15 +196,14 @@ MONITOR: Table = {
     "ndigits": Always("numbers are written in full", lambda node: node.integer(0, 20)),
     **{key: Via(lambda draft, node: None) for key in _WINDOW},  # read together, by _window
     "step_count_per_record": Always("the kit chooses the length of its files", lambda node: node.integer(1, 10**6)),
-    "dynamic_on": Refuse("the monitor is not switched while the job runs; write start_step", (False,)),
+    "dynamic_on": Always("switch it while the job runs: msprobe-megatron ctl RUN --monitor on|off", _bool),
     "format": Via(_format),
     "print_struct": Refuse("training is never stopped for it; write dump: {task: structure}", (False,)),
     "stack_info": Refuse("the monitor keeps no stacks; write dump: {stacks: true}", (False,)),
     "squash_name": Always("names are always canonical", _bool),
     "append_output": Refuse("a run directory holds one run; leave it out", ([],)),
-    "l2_targets": _METRICS,
-    "recording_l2_features": _METRICS,
-    "sa_order": Refuse("attention is not looked into; leave it out", ("s,b,h,d",)),
-    "params_effrank": _METRICS,
+    **{key: Via(lambda draft, node: None) for key in _FEATURES},  # read together, by _features
+    "sa_order": Refuse("queries and keys are taken as Megatron has them; leave it out", ("s,b,h,d",)),
+    "params_effrank": Refuse("ranks by SVD are not computed; write l2_targets: {linear_hook: []}", (False, [], {}, "")),
     "monitors": Refuse("the file of the rewritten monitor is not read; write monitor: {activations: true, …}"),
 }

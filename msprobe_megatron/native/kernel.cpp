@@ -594,4 +594,56 @@ void msprobe_pair(const char* a, const char* b, int64_t n, int64_t code, int64_t
                           flipped};
     memcpy(out, figures, sizeof figures);
 }
+
+// Rows of a live result against the exact one (double) and the exact answer to nudged inputs; see measure/exact.py.
+// scale: unit of the last place at 1, smallest normal, largest, units allowed, answers allowed, part allowed for sums.
+// scrambled may be null. out: elements, NaN in one only, Inf in a only, largest error over what is allowed, largest in
+// units of the last place, size of the answer over that of the result, where.
+void msprobe_rows(const char* live, int64_t code, const double* exact, const double* nudged, const double* scrambled,
+                  int64_t rows, int64_t width, const double* scale, double* out) {
+    double eps = scale[0], tiny = scale[1], largest = scale[2], ulps = scale[3], working = scale[4], summed = scale[5];
+    int bytes = width_of((int)code);
+    double nan_one = 0, inf_one = 0, over = 0, most = 0, where = 0, moved_all = 0, size_all = 0, whole = 0;
+    double part[PIECE];
+    if (scrambled) {
+        double squares = 0;
+        for (int64_t i = 0; i < rows * width; i++)
+            if (fabs(exact[i]) <= largest) squares += exact[i] * exact[i];
+        whole = sqrt(squares / (double)(rows * width));
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        const double *y = exact + r * width, *z = nudged + r * width;
+        double squares = 0, answers = 0, other = 0;
+        for (int64_t i = 0; i < width; i++) {
+            double d = z[i] - y[i];
+            if (fabs(y[i]) <= largest) squares += y[i] * y[i];
+            if (__builtin_isfinite(d)) answers += d * d;
+            if (scrambled && __builtin_isfinite(scrambled[r * width + i]))
+                other += scrambled[r * width + i] * scrambled[r * width + i];
+        }
+        size_all += squares;
+        moved_all += answers;
+        double row = scrambled ? whole : sqrt(squares / (double)width), answer = sqrt(answers / (double)width);
+        if (scrambled && sqrt(other / (double)width) > row) row = sqrt(other / (double)width);
+        for (int64_t at = 0; at < width; at += PIECE) {
+            int64_t some = width - at < PIECE ? width - at : PIECE;
+            to_doubles((int)code, live + (r * width + at) * bytes, some, 0, part);
+            for (int64_t i = 0; i < some; i++) {
+                double x = part[i], e = y[at + i];
+                // What does not fit the dtype of the live result is Inf in every honest one.
+                bool x_nan = x != x, e_nan = e != e, x_inf = !x_nan && x - x != 0, e_inf = !e_nan && fabs(e) > largest;
+                nan_one += x_nan != e_nan;
+                inf_one += x_inf && !e_nan && fabs(e) < largest / 2;
+                if (x_nan || e_nan || x_inf || e_inf) continue;
+                double size = fabs(e) > row ? fabs(e) : row, unit = eps * size + tiny * eps, error = fabs(x - e);
+                double part_over = error / (ulps * unit + working * answer + summed * size + 1e-300);
+                if (part_over > over) { over = part_over; where = (double)(r * width + at + i); }
+                most = error / unit > most ? error / unit : most;
+            }
+        }
+    }
+    double figures[7] = {(double)(rows * width), nan_one, inf_one, over, most, sqrt(moved_all / (size_all + 1e-300)),
+                         where};
+    memcpy(out, figures, sizeof figures);
+}
 }

@@ -31,6 +31,7 @@ class Kernel(NamedTuple):
     measure: Callable[[int, int, int], None]
     many: Callable[[int, int], None]
     pair: Callable[[int, int, int, int, int, int, float, int], None]
+    rows: Callable[[int, int, int, int, int, int, int, int, int], None]
 
 
 class _State:
@@ -97,8 +98,10 @@ def open_library(path: str, level: str) -> Kernel:
     many.argtypes = [address, number]
     pair = library.msprobe_pair
     pair.argtypes = [address, address, number, number, number, number, ctypes.c_double, address]
-    stats.restype = measure.restype = many.restype = pair.restype = None
-    return Kernel(level, stats, measure, many, pair)
+    rows = library.msprobe_rows
+    rows.argtypes = [address, number, address, address, address, number, number, address, address]
+    stats.restype = measure.restype = many.restype = pair.restype = rows.restype = None
+    return Kernel(level, stats, measure, many, pair, rows)
 
 
 def _tells_the_truth(found: Kernel) -> bool:

@@ -21,8 +21,9 @@ from msprobe_megatron.record.tensors_layout import file_name
 if TYPE_CHECKING:
     from msprobe_megatron.backends.base import HostCopy
 
-PACK_BYTES = 256 << 20
-"""A pack is handed over when it holds this much."""
+PACK_BYTES = 64 << 20
+"""A pack is handed over when it holds this much: it is written while training goes on."""
+_ALIGNED = 64
 
 _NAMES = {
     "float64": "F64",
@@ -44,6 +45,47 @@ _NAMES = {
 }
 
 
+class HostBuffers:
+    """Memory for the copies of tensors that lie in host memory already; used again when a pack has been written.
+
+    Fresh memory costs as much as the copy itself, because the system has to clear it.
+
+    Example::
+
+        buffers = HostBuffers(64 << 20)
+        buffer = buffers.take()
+        ...
+        buffers.give(buffer)
+    """
+
+    def __init__(self, size: int, keep: int = 4) -> None:
+        self._size, self._keep = size, keep
+        self._free: list[torch.Tensor] = []
+
+    def take(self) -> torch.Tensor:
+        """A buffer that nobody uses."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return torch.empty(self._size, dtype=torch.uint8)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Its pack is written or dropped; from any thread."""
+        if len(self._free) < self._keep:
+            self._free.append(buffer)
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A copy that is there already."""
+
+    tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """The copy."""
+        return self.tensor
+
+
 @dataclass
 class TensorPack:
     """Copies of tensors of one step that go into one file."""
@@ -52,6 +94,9 @@ class TensorPack:
     number: int
     copies: list[tuple[str, str, tuple[int, ...], HostCopy]] = field(default_factory=list)
     held_bytes: int = 0
+    buffers: HostBuffers | None = None
+    _buffer: torch.Tensor | None = None
+    _used: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +114,27 @@ class TensorPack:
         self.copies.append((key, _NAMES.get(name, f"U8:{name}"), tuple(x.shape), copy))
         self.held_bytes += x.numel() * x.element_size()
 
+    def copied(self, x: torch.Tensor) -> HostCopy | None:
+        """A copy of a tensor in host memory, in the buffer of the pack; None if it does not fit."""
+        if self.buffers is None or type(x) is not torch.Tensor or x.device.type != "cpu" or x.numel() == 0:
+            return None
+        if x.layout is not torch.strided:
+            return None
+        if self._buffer is None:
+            self._buffer = self.buffers.take()
+        size, at = x.numel() * x.element_size(), self._used
+        if at + size > self._buffer.numel():
+            return None
+        self._used = at + -(-size // _ALIGNED) * _ALIGNED
+        copy = self._buffer[at : at + size].view(x.dtype).view(x.shape)
+        copy.copy_(x)
+        return _Copied(copy)
+
+    def _give_back(self) -> None:
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None and self.buffers is not None:
+            self.buffers.give(buffer)
+
     def coming(self, last: int) -> int:
         """As many bytes as it holds."""
         return self.held_bytes
@@ -76,7 +142,9 @@ class TensorPack:
     def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
         """Write the pack as one file of its step."""
         folder = f"step_{self.step:06d}/rank_{identity['rank']:05d}"
-        return directory.write_file(f"{folder}/{file_name(self.number)}", self.fill)
+        size = directory.write_file(f"{folder}/{file_name(self.number)}", self.fill)
+        self._give_back()
+        return size
 
     def count(self, counts: WriterCounts) -> None:
         """So many tensors more."""
@@ -85,6 +153,7 @@ class TensorPack:
     def drop(self, counts: WriterCounts) -> None:
         """So many tensors lost."""
         counts.tensors_dropped += len(self.copies)
+        self._give_back()
 
     def fill(self, file: IO[bytes]) -> None:
         """Write the pack; waits for copies that are still on their way."""
@@ -130,6 +199,7 @@ class TensorPacks:
         pack_bytes: int = PACK_BYTES,
     ) -> None:
         self._to_host, self._submit, self._limit = to_host, submit, pack_bytes
+        self._buffers = HostBuffers(pack_bytes)
         self._pack: TensorPack | None = None
         self._count = 0
 
@@ -141,11 +211,13 @@ class TensorPacks:
             self._hand_over()
             pack = None
         if pack is None:
-            pack = self._pack = TensorPack(step, self._count)
+            pack = self._pack = TensorPack(step, self._count, buffers=self._buffers)
             self._count += 1
         key = f"{pack.number}:{len(pack.copies)}"
         data = x.detach()
-        pack.add(key, data, self._to_host(data.contiguous()))
+        with torch.inference_mode(False), torch.no_grad():
+            copy = pack.copied(data)
+        pack.add(key, data, self._to_host(data.contiguous()) if copy is None else copy)
         return key
 
     def finish(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from msprobe_megatron.clock import Clock, Moment
+from msprobe_megatron.clock import Clock, Moment, inside_backward
 from msprobe_megatron.sites import mode_stack
 from msprobe_megatron.sites.api_names import name_of
 from msprobe_megatron.sites.compiled_regions import CompiledRegions
@@ -77,12 +77,16 @@ class CallSite:
         self._in_backward = in_backward
         self._modules: dict[str, tuple[int, nn.Module]] = {}
         self._children: dict[str, list[str]] = {}
+        self._roots: list[str] = []
+        self._chosen: frozenset[str] | None = None
         for index, chunk in enumerate(chunks):
             entries = list(names.modules(chunk))
             by_id = {id(entry.module): entry.name for entry in entries}
             for entry in entries:
                 self._modules[entry.name] = (index, entry.module)
-                if entry.parent is not None and (holder := by_id.get(id(entry.parent))) is not None:
+                if entry.parent is None:
+                    self._roots.append(entry.name)
+                elif (holder := by_id.get(id(entry.parent))) is not None:
                     self._children.setdefault(holder, []).append(entry.name)
         self._mode = _Mode(self)
         self._regions = CompiledRegions(self._mode, fault)
@@ -90,6 +94,7 @@ class CallSite:
         self._stack: list[_Frame] = []
         self._passes: dict[tuple[str, str, Moment], dict[str, int]] = {}
         self._apply: Any = None
+        self._installed = False
         self._everywhere = False
         self._round = 0
         self.active = False
@@ -107,34 +112,45 @@ class CallSite:
         self._stack.clear()
         self._passes.clear()
         self._everywhere = chosen is None or OUTSIDE in chosen
-        if self._everywhere:
+        self._chosen = None if chosen is None else frozenset(chosen)
+        if chosen is None:
             watched = set(self._modules)
         else:
-            watched = {name for name in chosen or () if name in self._modules}
+            # Besides the chosen ones those at which their own calls, or those outside of modules, end.
+            watched = {name for name in chosen if name in self._modules}
             watched.update(child for name in list(watched) for child in self._children.get(name, ()))
+            if self._everywhere:
+                watched.update(self._roots)
         for name in watched:
             chunk, module = self._modules[name]
             self._handles.append(module.register_forward_pre_hook(self._enter(name, chunk)))
             self._handles.append(module.register_forward_hook(self._leave))
-        self._regions.install()
-        if self._everywhere:
-            mode_stack.push(self._mode)
+        if not self._installed:
+            self._installed = True
+            self._regions.install()
+            if self._everywhere:
+                mode_stack.push(self._mode)
         if self._in_backward:
             self._apply = _FUNCTION.__dict__["apply"]
             _FUNCTION.apply = classmethod(self._noting(self._apply.__func__))
 
     def remove(self) -> None:
-        """See no more calls. Safe to call twice."""
-        if not self.active:
-            return
+        """See no more calls. Safe to call twice.
+
+        Inside a call the mode is not on the stack, and inside backward the stack is a copy: it then sees nothing any
+        more, is still kept out of compiled code, and goes when this is called again.
+        """
         self.active = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._regions.remove()
-        mode_stack.take_out(self._mode)
         if self._apply is not None:
             _FUNCTION.apply, self._apply = self._apply, None
+        if self._installed and not inside_backward():
+            was_on = mode_stack.take_out(self._mode)
+            if was_on or not (self._everywhere or self._stack):
+                self._installed = False
+                self._regions.remove()
 
     def restart(self) -> None:
         """A new forward begins: whatever an exception left unfinished is forgotten."""
@@ -150,7 +166,8 @@ class CallSite:
                 return
             try:
                 phase, moment = self._clock.calling()
-                wanted = self._handler.wants(name, phase, moment)
+                own = self._chosen is None or name in self._chosen
+                wanted = own and self._handler.wants(name, phase, moment)
                 self._push(self._pass(name, chunk, phase, moment) if wanted else None)
             except Exception as error:
                 self._fault(error, f"call of {name}")
@@ -187,6 +204,8 @@ class CallSite:
 
     def running(self) -> Pass | None:
         """The pass in which a call is made now; None if it is not to be handed over."""
+        if not self.active:
+            return None
         if self._stack:
             return self._stack[-1].running
         phase, moment = self._clock.calling()

@@ -57,7 +57,8 @@ class ModuleFrames:
         self._active = True
         for name, chunk, module in self._modules:
             self._handles.append(module.register_forward_pre_hook(self._enter(name, chunk)))
-            self._handles.append(module.register_forward_hook(self._leave))
+            # Also when the forward raises: what is called after that is not of this module any more.
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def pause(self) -> None:
         """Leave the hooks in place and follow nothing; the numbers of calls go on afterwards."""

@@ -47,6 +47,30 @@ class _Update(NamedTuple):
     ratio: Place
 
 
+class _States:
+    """Where the states of all entries were found."""
+
+    def __init__(
+        self, entries: list[Owned], found: Sequence[tuple[Owned, str, torch.Tensor]], reading: Reading
+    ) -> None:
+        self.reading = reading
+        self.tensors = [local_part(tensor).detach() for _, _, tensor in found]
+        self._mains = [entry.main for entry in entries]
+        self._dictionaries = [(entry.optimizer, entry.main, entry.state()) for entry in entries]
+        self._lengths = [len(state) for _, _, state in self._dictionaries]
+        self._found = [(entry.state(), name, tensor) for entry, name, tensor in found]
+
+    def still_there(self, entries: Sequence[Owned]) -> bool:
+        """Whether nothing was added or replaced since, as loading a checkpoint does."""
+        return (
+            len(entries) == len(self._mains)
+            and all(entry.main is main for entry, main in zip(entries, self._mains, strict=True))
+            and all(optimizer.state.get(main) is state for optimizer, main, state in self._dictionaries)
+            and [len(state) for _, _, state in self._dictionaries] == self._lengths
+            and all(state.get(name) is tensor for state, name, tensor in self._found)
+        )
+
+
 class OptimizerStates:
     """The states of the watched parameters.
 
@@ -67,6 +91,7 @@ class OptimizerStates:
         self._places: dict[tuple[int, str, str], Place] = {}
         self._readings: dict[str, Reading] = {}
         self._before: dict[int, torch.Tensor] = {}
+        self._states: _States | None = None
         self._handles: list[Any] = []
         self._active = False
         self._hooked = asked.clipped or asked.agreement or asked.update
@@ -135,8 +160,7 @@ class OptimizerStates:
     def after_step(self) -> None:
         """The outermost optimizer has stepped."""
         if self._asked.optimizer:
-            states = [(e, name, value) for e in self._entries for name, value in e.states().items()]
-            self._read("states", [(e, "optimizer_state", name, value) for e, name, value in states])
+            self._read_states()
         if self._asked.master_weights:
             # A parameter that the optimizer works on itself has no other weight.
             masters = [entry for entry in self._entries if entry.separate]
@@ -146,6 +170,17 @@ class OptimizerStates:
                 before = self._before.pop(id(entry.main), None)
                 if before is not None:
                     self._tell_update(entry, before)
+
+    def _read_states(self) -> None:
+        """Optimizers keep their states where they are: what was found once is only looked up again."""
+        known = self._states
+        if known is None or not known.still_there(self._entries):
+            found = [(e, name, value) for e in self._entries for name, value in e.states().items()]
+            if not found:
+                return
+            reading = Reading([self._place(e, "optimizer_state", name) for e, name, _ in found], "optimizer")
+            known = self._states = _States(list(self._entries), found, reading)
+        self._sink.read(known.reading, known.tensors)
 
     def _tell_update(self, entry: Owned, before: torch.Tensor) -> None:
         after = local_part(entry.main).detach().reshape(-1)[: before.numel()]

@@ -20,11 +20,17 @@ def reduced_range(chunk: nn.Module, parameter: nn.Parameter) -> tuple[int, int] 
     config = getattr(chunk, "ddp_config", None)
     if config is None or not getattr(config, "use_distributed_optimizer", False):
         return None
-    for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())):
+    for buffer in _buffers(chunk):
         place = getattr(buffer, "param_index_map", {}).get(parameter)
         if place is not None:
             return _intersection(buffer, place)
     return None
+
+
+def _buffers(chunk: nn.Module) -> list[Any]:
+    """The buffers of Megatron's DDP; its other wrappers have the method of torch under that name, or nothing."""
+    found = (getattr(chunk, "buffers", None), getattr(chunk, "expert_parallel_buffers", None))
+    return [buffer for buffers in found if isinstance(buffers, list | tuple) for buffer in buffers]
 
 
 class Segment(NamedTuple):
@@ -59,7 +65,7 @@ def buckets(chunk: nn.Module) -> list[BucketSegments]:
     if getattr(chunk, "ddp_config", None) is None:
         return []
     found: list[BucketSegments] = []
-    for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())):
+    for buffer in _buffers(chunk):
         segments: dict[int, list[Segment]] = {index: [] for index in range(len(buffer.buckets))}
         for parameter, (start, stop, bucket_id) in buffer.param_index_map.items():
             offset = buffer.buckets[bucket_id].offset

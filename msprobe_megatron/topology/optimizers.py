@@ -39,12 +39,15 @@ class Owned(NamedTuple):
         found = getattr(self.main, "decoupled_grad", None)
         return found if isinstance(found, torch.Tensor) else self.main.grad
 
+    def state(self) -> dict[str, Any]:
+        """The optimizer's own dictionary of what it keeps for the parameter; empty before the first step."""
+        # Not by `[]`: torch keeps states in a dictionary that makes what it is asked for.
+        found: dict[str, Any] | None = getattr(self.optimizer, "state", {}).get(self.main)
+        return {} if found is None else found
+
     def states(self) -> dict[str, torch.Tensor]:
         """The states that are as large as the parameter: ``exp_avg``, ``momentum_buffer``, … by name."""
-        state = getattr(self.optimizer, "state", {})
-        # Not by `[]`: torch keeps states in a dictionary that makes what it is asked for.
-        found = state.get(self.main, {})
-        numel = self.main.numel()
+        found, numel = self.state(), self.main.numel()
         return {
             str(name): value
             for name, value in found.items()

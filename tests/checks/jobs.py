@@ -153,27 +153,6 @@ def _damaged_reduction(at: int) -> None:
     ProcessGroup.allreduce = allreduce
 
 
-def _bucket_not_scattered(at: int) -> None:
-    """The second data parallel rank keeps its own gradients where the reduced shard of a bucket should be."""
-    from torch.distributed import ProcessGroup
-
-    names = ("_reduce_scatter_base", "reduce_scatter_single")
-    for name in [name for name in names if hasattr(ProcessGroup, name)]:
-        setattr(ProcessGroup, name, _kept_own(getattr(ProcessGroup, name), at))
-
-
-def _kept_own(healthy: Callable[..., Any], at: int) -> Callable[..., Any]:
-    def scatter(group: Any, output: Any, given: Any, *args: Any) -> Any:
-        own = given.clone()
-        work = healthy(group, output, given, *args)
-        if Now.step >= at and _rank("dp") == 1:
-            work.wait()
-            output.copy_(own[output.numel() :])
-        return work
-
-    return scatter
-
-
 def _damaged_message(at: int) -> None:
     """What the first stage sends is damaged on the way."""
     from torch.distributed import ProcessGroup
@@ -203,14 +182,30 @@ def _nan_weight(at: int, chunks: Any) -> None:
 BEFORE = {
     "damaged_reduction": _damaged_reduction,
     "damaged_message": _damaged_message,
-    "bucket_not_scattered": _bucket_not_scattered,
     "bad_batch": _bad_batch,
     "norms_not_reduced": _norms_not_reduced,
     "embedding_not_synchronised": _embedding_not_synchronised,
     "bucket_skipped": _bucket_skipped,
     "same_generators": _same_generators,
 }
+
+
+def _overlapping_shards(at: int, chunks: Any) -> None:
+    """As if the optimizer of the second rank updated an element that is the first one's."""
+    from msprobe_megatron import checking
+
+    healthy = checking.owned
+
+    def owned(optimizer: Any) -> Any:
+        entries = healthy(optimizer)
+        shifted = [entry._replace(part=(max(entry.part[0] - 1, 0), entry.part[1])) for entry in entries]
+        return shifted if _rank("dp") == 1 else entries
+
+    checking.owned = owned
+
+
 READY = {
+    "overlapping_shards": _overlapping_shards,
     "nan_weight": _nan_weight,
     "starved_expert": _starved_expert,
     "nan_in_layer": _nan_in_layer,

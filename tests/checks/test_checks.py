@@ -56,13 +56,27 @@ def test_state_that_differs_or_does_not(fault, layout, name, tmp_path):
     assert [event["step"] for event in events if event["name"] == name] == [0]
 
 
-@pytest.mark.parametrize("layout", ["tp2_pp2", "dp2_distopt", "ep2", "pp2_vpp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2_pp2",
+        "dp2_distopt",
+        pytest.param("ep2", marks=pytest.mark.slow),
+        pytest.param("pp2_vpp2", marks=pytest.mark.slow),
+    ],
+)
 def test_clean_jobs_are_silent_and_were_compared(layout, tmp_path):
     out = job(tmp_path, layout)
     assert replica_alerts(out) == []
     for ledger in ledgers(out):
         assert ledger["compared"] == 6 * len(ledger["groups"])
         assert not ledger.get("missed") and not ledger["fault"] and not ledger.get("dropped")
+
+
+def test_shards_of_the_optimizer_that_do_not_tile(tmp_path):
+    [event] = replica_alerts(job(tmp_path, "dp2_distopt", "overlapping_shards"))
+    assert (event["check"], event["step"], event["ranks"]) == ("optimizer", 0, [0, 1])
+    assert "belong to two ranks" in event["text"]
 
 
 def test_groups_that_are_not_wholly_selected_are_left_out(tmp_path):

@@ -207,6 +207,18 @@ def _rows_swapped(chunks: Chunks) -> None:
         around(module, forward)
 
 
+def _expert_rows_swapped(chunks: Chunks) -> None:
+    """Two tokens change places inside an expert: every statistic of its output stays what it was."""
+
+    def forward(original: Any, *args: Any, **kwargs: Any) -> Any:
+        output, bias = original(*args, **kwargs)
+        return torch.cat([output[1:2], output[:1], output[2:]]), bias
+
+    module = named(chunks, "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1")
+    if module is not None:
+        around(module, forward)
+
+
 def _other_data() -> None:
     from msprobe_megatron.demo import data
 
@@ -313,6 +325,7 @@ FAULTS = {
     "flipped_bit": Fault(ready=_flipped_bit),
     "flipped_last_bit": Fault(ready=_flipped_last_bit),
     "rows_swapped": Fault(ready=_rows_swapped),
+    "expert_rows_swapped": Fault(ready=_expert_rows_swapped),
     "other_data": Fault(before=_other_data),
     "nan_in_data": Fault(before=_nan_in_data),
     "nan_in_reduction": Fault(ready=_nan_in_reduction),

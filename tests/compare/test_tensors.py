@@ -9,6 +9,7 @@ from msprobe_megatron.analyse.compare import compare
 from msprobe_megatron.analyse.load import open_run
 from msprobe_megatron.analyse.tensors import read_tensor
 from msprobe_megatron.cli import main
+from tests.compare.test_faults import _FAULTS
 from tests.compare.test_matrix import _PAIRS
 
 _QUICK = [
@@ -23,8 +24,8 @@ def check(runs, golden, other):
     assert {state for state, count in result.counts.items() if count} == {"agree"}, result.layout
     rows = result.table.to_pylist()
     by_rows = {row["name"] for row in rows if np.isnan(row["cosine"]) and row["kind"] != "loss"}
-    # Tokens at an expert have no fixed place; all else is compared by its elements.
-    assert all(".experts" in name for name in by_rows)
+    # What all experts of a rank get at once is left to statistics; all else is compared by its elements.
+    assert all(name.endswith(".experts") for name in by_rows)
     assert result.tensors > 500
     assert min(row["cosine"] for row in rows if not np.isnan(row["cosine"])) > 0.9
     return result
@@ -72,14 +73,21 @@ def test_the_figures_are_those_of_the_elements(runs):
         ("tp2", "gate_and_up", "decoder.layers.1.mlp.linear_fc1.weight", "parameter"),
         ("tp2", "flipped_last_bit", "decoder.layers.2.self_attention.linear_proj.weight", "parameter"),
         ("pp2_vpp2", "rows_swapped", "decoder.layers.1.input_layernorm", "activation"),
+        ("ep2", "expert_rows_swapped", "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1", "activation"),
     ],
 )
 def test_what_statistics_cannot_see_is_named_exactly(runs, layout, fault, name, kind):
-    result = compare(open_run(runs.saved("single")), open_run(runs.saved(layout, fault)))
+    golden = "moe" if layout == "ep2" else "single"
+    result = compare(open_run(runs.saved(golden)), open_run(runs.saved(layout, fault)))
     assert result.verdict == "diverged"
     first = result.first_divergence
     assert (first.name, first.kind) == (name, kind)
     assert first.elements["first_at"] is not None
+    if fault == "expert_rows_swapped":
+        # Sample and position of a token, and the element: two tokens of 16 positions and 2 samples.
+        sample, position, _ = first.elements["largest_at"]
+        assert 0 <= sample < 8
+        assert 0 <= position < 16
     if fault == "flipped_last_bit":
         assert first.elements["differing"] == 1
         assert first.elements["first_at"] == first.elements["largest_at"]
@@ -110,3 +118,14 @@ def test_a_damaged_file_of_tensors_is_told_and_rows_are_compared(runs, tmp_path)
     assert result.verdict == "agree"
     assert any("rank_00001" in text and "cannot be read" in text for text in result.hints)
     assert 0 < result.tensors < result.counts["agree"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [fault for fault in _FAULTS if fault != "stale_weight"])
+def test_faults_are_named_by_their_elements_too(runs, fault):
+    layout, golden, module, name, kind, ranks, _ = _FAULTS[fault]
+    if fault == "gate_and_up":  # which statistics see only in what is computed from the weight
+        name, kind = "decoder.layers.1.mlp.linear_fc1.weight", "parameter"
+        module = "decoder.layers.1.mlp.linear_fc1"
+    first = compare(open_run(runs.saved(golden)), open_run(runs.saved(layout, fault))).first_divergence
+    assert (first.module, first.name, first.kind, first.ranks) == (module, name, kind, ranks)

@@ -84,12 +84,9 @@ HONOURED = [
     ("format", "tensorboard", "monitor.format", ("parquet", "tensorboard")),
 ]
 SWITCHES = (
-    "dynamic_on",
     "print_struct",
     "stack_info",
-    "recording_l2_features",
     "params_effrank",
-    "cc_distribution.cc_pre_hook",
     "cc_distribution.cc_log_only",
 )
 NOTED = [
@@ -99,13 +96,17 @@ NOTED = [
     ("ndigits", 12, "in full"),
     ("step_count_per_record", 50, "length of its files"),
     ("squash_name", True, "canonical"),
+    ("dynamic_on", True, "ctl RUN --monitor"),
+    ("cc_distribution.cc_pre_hook", True, "like what comes out"),
     ("alert.dump", True, "events.jsonl"),
     ("alert.inform", {}, "asks for nothing"),
     ("cc_distribution.cc_codeline", [], "asks for nothing"),
     *[(key, False, "asks for nothing") for key in SWITCHES],
     ("eps", 1e-8, "asks for nothing"),
     ("append_output", [], "asks for nothing"),
-    ("l2_targets", {}, "asks for nothing"),
+    ("l2_targets", {"linear_hook": []}, "asks for nothing"),
+    ("recording_l2_features", False, "asks for nothing"),
+    ("recording_l2_features", True, "nothing is asked"),
     ("sa_order", "s,b,h,d", "asks for nothing"),
 ]
 REFUSED = [
@@ -114,7 +115,6 @@ REFUSED = [
     ("alert.inform", {"recipient": "x"}, "events.jsonl"),
     ("eps", 1e-6, "leave it out"),
     ("append_output", ["a", "b"], "leave it out"),
-    ("l2_targets", {"linear_hook": []}, "leave it out"),
     ("sa_order", "b,s,h,d", "leave it out"),
     ("format", "api", "leave it out"),
     ("monitors", {"module": {}}, "write monitor: "),
@@ -241,3 +241,11 @@ def test_alerts_that_are_wrong_name_their_place(refused):
     assert refused(text, "config.json").startswith(
         "config.json: alert.rules[0].args.threshold: -1 is out of range; accepted: a finite number above 0"
     )
+
+
+def test_features_become_metrics(probe, refused):
+    hooks = '"attention_hook": ["a.b"], "moe_router_logit_hook": [], "moe_router_weight_hook": []'
+    text = f'{{"wg_distribution": true, "recording_l2_features": true, "l2_targets": {{{hooks}}}}}'
+    assert probe(text, "config.json").monitor.metrics == ("attention", "router")
+    assert "did you mean linear_hook?" in refused(text.replace("attention_hook", "linear_hooks"), "config.json")
+    assert probe(text.replace('features": true', 'features": false'), "config.json").monitor.metrics == ()

@@ -82,6 +82,27 @@ def test_every_state_of_every_optimizer(tmp_path, name):
     assert told == states | ({"sign_agreement"} if momenta else set())
 
 
+def test_states_that_a_checkpoint_replaced(tmp_path):
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with attach(model, optimizer, config(tmp_path / "out"), step=0):
+        for number in range(3):
+            if number == 2:
+                saved = optimizer.state_dict()
+                for state in saved["state"].values():
+                    state["exp_avg"] = torch.full_like(state["exp_avg"], 8.0)
+                optimizer.load_state_dict(saved)
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).square().sum().backward()
+            optimizer.step()
+    rows = [row for row in rows_of(tmp_path / "out", 0, 2) if row["io"] == "exp_avg"]
+    truth = {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
+    assert len(rows) == 4
+    for row in rows:
+        check(row, truth[row["name"]])
+        assert row["min"] > 5  # nine tenths of eight, and a gradient
+
+
 def parallel(wrapper, out):
     """One of two ranks: a step under DDP or FSDP2; returns what the optimizer had."""
     import os

@@ -136,3 +136,14 @@ def test_communication_is_watched(watched):
     out, _ = watched.job("tp2")
     rows = [row for row in rows_of(out, 0, STEP) if row["kind"] == "comm"]
     assert any("all_gather" in row["op"] for row in rows) and any("reduce_scatter" in row["op"] for row in rows)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_step_has_the_same_rows(watched, name):
+    """The first one too, in which Megatron's overlapped reduction begins only when all gradients are there."""
+    out, ranks = watched.job(name)
+    for rank in range(len(ranks)):
+        steps = [{key_of(row) for row in rows_of(out, rank, step)} for step in range(3)]
+        # There is no momentum before the first step, and no interval to the one before.
+        steps[0] |= {key for key in steps[1] if "sign_agreement" in key or "interval_seconds" in key}
+        assert steps[0] == steps[1] == steps[2]

@@ -14,7 +14,7 @@ def recorder_events(out):
     return [event for event in read_events(out) if event["event"] == "recorder"]
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", pytest.param("dp2", marks=pytest.mark.slow)])
 def test_nan_on_one_rank_at_step_7_leaves_steps_4_to_7_of_all_ranks(layout, tmp_path):
     out = job(tmp_path, layout, "nan")
     run = open_run(out)

@@ -1,6 +1,7 @@
 """`replay`: a module that is given the inputs of another run shows whether it is the one that is wrong."""
 
 import json
+from itertools import count
 
 import pytest
 
@@ -19,13 +20,13 @@ _LAYERS = r"/layers\.\d+$/"
 def replayed(jobs, tmp_path_factory):
     """Golden runs with tensors, and jobs of any layout whose layers are fed from one."""
     root = tmp_path_factory.mktemp("replay")
-    runs, known = Runs(jobs, root), {}
+    runs, known, number = Runs(jobs, root), {}, count()
 
     def of(golden, layout, fault="none", modules=_LAYERS, step=None):
         key = (golden, layout, fault, modules, step)
         if key not in known:
-            out = root / f"replayed_{len(known)}"
-            probe = root / f"replay_{len(known)}.yaml"
+            out = root / f"replayed_{next(number)}"
+            probe = out.with_suffix(".yaml")
             section = json.dumps({"run": str(runs.saved(golden)), "modules": [modules], "step": step})
             probe.write_text(f"steps: [0]\ndump: {{level: L0, task: tensor}}\nreplay: {section}\n")
             layouts = {**LAYOUTS, **MORE}
@@ -64,11 +65,11 @@ def test_a_clean_job_agrees_and_was_fed(replayed, layout):
     assert (result.verdict, result.reason) == ("agree", ""), result.first_divergence
     counts = {}
     for facts in run.ranks.values():
-        for name, count in facts["ledger"]["replay"]["fed"].items():
-            counts[name] = counts.get(name, 0) + count
+        for name, fed_inputs in facts["ledger"]["replay"]["fed"].items():
+            counts[name] = counts.get(name, 0) + fed_inputs
         assert facts["ledger"]["not_happened"] == []
     assert set(counts) == {f"decoder.layers.{i}" for i in range(4)}
-    assert all(count >= 4 for count in counts.values())
+    assert min(counts.values()) >= 4
     # Inputs are the golden run's to the bit.
     rows = [r for r in result.table.to_pylist() if r["name"] in counts and r["kind"] == "activation"]
     hidden = [r for r in rows if r["path"] == "hidden_states"]

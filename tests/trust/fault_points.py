@@ -90,12 +90,10 @@ FAULT_POINTS = {
     "monitor: metric": FaultPoint("probes.metrics:Metrics.attention", EVERYTHING, after=1),
     "communication begins": FaultPoint("sites.comm:CommSite._begins", EVERYTHING, TP2, world=2, after=5, rank=1),
     "communication ends": FaultPoint("sites.comm:CommSite._completed", EVERYTHING, TP2, world=2, after=5, rank=1),
-    "recorder": FaultPoint("flight_recorder:FlightRecorder.finish", EVERYTHING, after=1),
-    "checks": FaultPoint("checking:Checking.before_optimizer", EVERYTHING, after=1),
+    "recorder": FaultPoint("flight_recorder:FlightRecorder.finish", "recorder: {keep_steps: 2}", after=1),
     "checks of one rank": FaultPoint("checking:Checking.before_optimizer", EVERYTHING, TP2, world=2, after=1, rank=1),
     "perturb: begin": FaultPoint("perturbing:Perturbing.begin", EVERYTHING, after=1),
     "perturb: end of a step": FaultPoint("perturbing:Perturbing.finish", EVERYTHING, after=1),
-    "control": FaultPoint("control:Control._look", EVERYTHING),
     # Beginning and end of a run.
     "attach": FaultPoint("session:make_parts"),
     "facts": FaultPoint("facts:run_facts"),

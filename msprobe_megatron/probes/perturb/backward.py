@@ -188,7 +188,7 @@ class BackwardExaminer:
             nudged = case.run(moved, {})
             scrambled = case.run((*values, scramble(part.cut(given).double())), {})
             if exact.shape == live.shape:
-                judge_rows(live, exact, nudged - exact, case.kind, case.terms, line[REFERENCE], by, scrambled=scrambled)
+                judge_rows(live, exact, nudged, case.kind, case.terms, line[REFERENCE], by, scrambled=scrambled)
 
         return check
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Microseconds of a call that computes nothing, of seeing it, and of examining it.
-_CALL, _SEEN, _EXAMINED = 6.0, 4.0, 260.0
-# Bytes and multiply-adds a microsecond.
-_SPEED = {"cpu": (8e3, 2e4)}
+# Microseconds of a call that computes nothing, and of examining one, the hooks of its module included.
+_CALL, _EXAMINED = 4.0, 600.0
+# Bytes and multiply-adds a microsecond, rather too fast than too slow: then a step seems short, and its share small.
+_SPEED = {"cpu": (2e4, 6e4)}
 _FAST = (1e6, 1e8)
 _BACKWARD = 3.0
 _EXPERT = re.compile(r"experts\.\d+")
@@ -42,7 +42,7 @@ def cost_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     out = result.numel() if isinstance(result, torch.Tensor) else 0
     terms = max((t.shape[-1] for t in tensors if t.dim()), default=1) if kind == "gemm" else 1
     by_bytes, by_products = _SPEED.get(device, _FAST)
-    slow = 8.0 if kind in ("softmax", "norm", "elementwise") and device == "cpu" else 1.0
+    slow = 2.0 if kind in ("softmax", "norm", "elementwise") and device == "cpu" else 1.0
     own = _CALL + slow * moved / by_bytes + (out * terms / by_products if kind == "gemm" else 0.0)
     again = own * (_BACKWARD if stage == "backward" else 1.0)
     return Cost(own, _EXAMINED + again + 2 * moved / by_bytes)

@@ -53,6 +53,8 @@ class Examiner:
         self.observe: Callable[[str, Any, str, tuple[Any, ...], dict[str, Any], Any], None] | None = None
         self.constants: Callable[[str, str, tuple[Any, ...], dict[str, Any]], None] | None = None
         self.watch_gradients: Callable[..., None] | None = None
+        self.makers: set[str] = set()
+        """Modules that have made a call that is meant."""
         self.found: list[Examined] = []
         self.cannot: Counter[str] = Counter()
         self.reasons: dict[str, str] = {}
@@ -88,6 +90,8 @@ class Examiner:
             meant = self.asked.scope or (module, api, number) not in self._asked_for
             if meant:
                 self._asked_for[module, api, number] = self.selection.call(module, api, number, in_step)
+            if self._asked_for[module, api, number]:
+                self.makers.add(where.module)
             if self._asked_for[module, api, number] and self.rerun.refusal(function, api, kwargs) is None:
                 name = name or call_name(module, api, number)
                 if self.asked.handler == "fix":

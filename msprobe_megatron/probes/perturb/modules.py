@@ -125,7 +125,7 @@ class ModuleExaminer:
             raise CannotRun(f"it computes in {low} whatever it is given")
         nudged = case.pick(case.run(twins.convert(args, moved), twins.convert(kwargs, moved)))
         exact, nudged = exact.double(), nudged.double()
-        reference.judge_rows(case.live, exact, nudged - exact, case.kind, 1, line[REFERENCE], nudge)
+        reference.judge_rows(case.live, exact, nudged, case.kind, 1, line[REFERENCE], nudge)
 
     def left_alone(self) -> dict[str, str]:
         """Modules that communicate, draw, write, or cannot be run in another precision, and which of these."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from msprobe_megatron.measure.pair import digits
@@ -26,25 +28,27 @@ _MIX = 0x9E3779B97F4A7C15
 _ALL = (1 << 64) - 1
 
 
-def sign_of(dim: int, index: int) -> int:
-    """The part of a sign that an index along a dimension gives.
+def signs_of(dim: int, first: int, count: int) -> npt.NDArray[np.int64]:
+    """The part of a sign that each of ``count`` indices from ``first`` along a dimension gives.
 
     Example::
 
-        >>> [sign_of(0, i) for i in range(6)]
-        [-1, -1, 1, -1, 1, 1]
+        >>> signs_of(0, 0, 6)
+        array([-1, -1,  1, -1,  1,  1])
     """
-    word = (index + 1) * _MIX + (dim + 1) * 0xD1B54A32D192ED03 & _ALL
-    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _ALL
-    word = (word ^ word >> 27) * 0x94D049BB133111EB & _ALL
-    return 1 if word >> 63 else -1
+    index = np.arange(first + 1, first + count + 1, dtype=np.uint64)
+    word = index * np.uint64(_MIX) + np.uint64((dim + 1) * 0xD1B54A32D192ED03 & _ALL)
+    word = (word ^ word >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ word >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    found: npt.NDArray[np.int64] = 2 * (word >> np.uint64(63)).astype(np.int64) - 1
+    return found
 
 
 @lru_cache(maxsize=256)
 def _signs(dim: int, numbers: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Signs of a dimension whose local elements are runs (first, count) of the whole."""
-    values = [sign_of(dim, index) for first, count in numbers for index in range(first, first + count)]
-    return torch.tensor(values, dtype=dtype, device=device)
+    values = np.concatenate([signs_of(dim, first, count) for first, count in numbers])
+    return torch.from_numpy(values).to(device=device, dtype=dtype)
 
 
 def add_ulps(x: torch.Tensor, ulps: int, numbering: Numbering | None = None) -> torch.Tensor | None:
@@ -76,7 +80,7 @@ def add_ulps(x: torch.Tensor, ulps: int, numbering: Numbering | None = None) -> 
             shape[dim] = x.size(dim)
             step = step * _signs(dim, _runs(x, dim, numbering), integer, x.device).view(shape)
     if x.dim() == 0:
-        step = step * sign_of(0, 0)
+        step = step * int(signs_of(0, 0, 1)[0])
     return (words + step).view(x.dtype)
 
 

@@ -26,6 +26,9 @@ _MUTATING = frozenset({"__setitem__", "copy_", "requires_grad_", "set_", "resize
 _IDLE = frozenset({"embedding", "one_hot", "argmax", "argmin", "argsort", "eq", "ne", "lt", "le", "gt", "ge", "any"})
 _IN_PLACE = re.compile(r"__i[a-z]+__|(?<!_)_$")
 _SEEDED = getattr(torch.Tag, "nondeterministic_seeded", None)
+# Schemas as the dispatcher has them; asking `torch.ops` instead takes milliseconds for each operator.
+_schemas: Any = torch._C._jit_get_schemas_for_operator
+_overload: Any = torch._C._get_operation_overload
 _WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal")
 
 
@@ -74,15 +77,10 @@ def refusal_of_call(kwargs: dict[str, Any]) -> str | None:
 
 
 def _by_schema(bare: str) -> str | None:
-    packet = getattr(torch.ops.aten, bare, None)
-    try:
-        overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
-    except AttributeError:
-        return None
-    plain = [op for op in overloads if not any(argument.is_out for argument in op._schema.arguments)]
-    if plain and all(_draws(op) for op in plain):
+    schemas = [schema for schema in _schemas(f"aten::{bare}") if not any(a.is_out for a in schema.arguments)]
+    if schemas and all(_SEEDED in _overload(schema.name, schema.overload_name)[2] for schema in schemas):
         return "random"
-    return "mutates" if plain and all(op._schema.is_mutable for op in plain) else None
+    return "mutates" if schemas and all(schema.is_mutable for schema in schemas) else None
 
 
 def _draws(op: Any) -> bool:

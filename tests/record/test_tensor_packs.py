@@ -1,0 +1,106 @@
+"""Packs of tensors: what is in the files is what was seen, though buffers are used again and tensors change."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from msprobe_megatron.record.slots import clone_to_host
+from msprobe_megatron.record.tensors import HostBuffers, TensorPack, TensorPacks
+
+
+def read(content):
+    (length,) = struct.unpack("<Q", content[:8])
+    index = json.loads(content[8 : 8 + length])
+    data = content[8 + length :]
+    return {key: (entry, data[slice(*entry["data_offsets"])]) for key, entry in index.items()}
+
+
+class File:
+    def __init__(self):
+        self.content = b""
+
+    def write(self, piece):
+        self.content += bytes(piece)
+
+
+class Directory:
+    def __init__(self):
+        self.files = {}
+
+    def write_file(self, name, fill):
+        file = File()
+        fill(file)
+        self.files[name] = file.content
+        return len(file.content)
+
+
+@pytest.fixture
+def directory():
+    return Directory()
+
+
+ODD = [
+    torch.arange(12.0).view(3, 4).t(),
+    torch.tensor(7, dtype=torch.int64),
+    torch.zeros(0, 3),
+    torch.randn(5).bfloat16(),
+    torch.tensor([True, False, True]),
+    torch.randn(3, dtype=torch.complex64).conj(),
+    torch.randn(2, 3).to(torch.float8_e4m3fn),
+    torch.randn(4, 4)[::2, 1:],
+    torch.nn.Parameter(torch.randn(3)),
+    torch.full((300,), 3.5),  # larger than a pack
+]
+
+
+def bytes_of(x):
+    return x.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def test_every_kind_of_tensor_arrives_as_it_was(directory):
+    packs = TensorPacks(clone_to_host, lambda pack: pack.write(directory, {"rank": 0}), pack_bytes=256)
+    wanted = {}
+    for x in ODD:
+        wanted[packs.add(0, x)] = bytes_of(x)
+        if x.is_floating_point() and x.dtype != torch.float8_e4m3fn:
+            x.detach().mul_(0)  # what comes after the copy is not in it
+    packs.finish()
+    found = {key: data for content in directory.files.values() for key, (_, data) in read(content).items()}
+    assert found == wanted and len(directory.files) == 2
+
+
+def test_buffers_are_used_again_only_when_their_pack_is_written(directory):
+    waiting = []
+    packs = TensorPacks(clone_to_host, waiting.append, pack_bytes=1024)
+    buffers = packs._buffers
+    for round_ in range(3):
+        for n in range(8):
+            packs.add(round_, torch.full((64,), float(10 * round_ + n)))
+        packs.finish()
+        taken = [pack._buffer.data_ptr() for pack in waiting]
+        assert len(set(taken)) == len(taken) == 2
+        for pack in waiting:
+            pack.write(directory, {"rank": 0})
+            assert pack._buffer is None
+        assert len(buffers._free) == 2  # the same two, round after round
+        waiting.clear()
+    values = {
+        (name, key): np.frombuffer(data, np.float32)
+        for name, content in directory.files.items()
+        for key, (_, data) in read(content).items()
+    }
+    assert sorted(v[0] for v in values.values()) == [float(10 * r + n) for r in range(3) for n in range(8)]
+    assert all((v == v[0]).all() for v in values.values())
+
+
+def test_a_dropped_pack_gives_its_buffer_back():
+    from msprobe_megatron.record.batches import WriterCounts
+
+    buffers, counts = HostBuffers(256), WriterCounts()
+    pack = TensorPack(0, 0, buffers=buffers)
+    pack.add("0:0", torch.ones(4), pack.copied(torch.ones(4)))
+    pack.drop(counts)
+    assert len(buffers._free) == 1 and counts.tensors_dropped == 1
