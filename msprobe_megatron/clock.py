@@ -50,6 +50,8 @@ class Clock:
     def start_step(self, step: int) -> None:
         """Begin a step: the order of execution counts from 0 again."""
         self.step, self.seq, self.offset = step, 0, 0
+        # A stage receives before its first microbatch begins; that is not of the last step's.
+        self.moment = self.backward_moment = Moment(0, 0)
         self._recomputing = 0
 
     def tick(self) -> int:

@@ -67,7 +67,12 @@ class LiveCurves(Part):
         scalars = self._plan.values(rows)
         layers = self._plan.layers(rows)
         if self._tensorboard:
-            self._write(scalars_record(self._now(), rows.step, scalars))
+            whole = [
+                (f"all layers/{kind} layer_{layer:03d}", value)
+                for kind, values in layers.items()
+                for layer, value in values.items()
+            ]
+            self._write(scalars_record(self._now(), rows.step, [*scalars, *whole]))
             for kind, values in layers.items():
                 self._heat.setdefault(kind, deque(maxlen=HEAT_STEPS)).append((rows.step, values))
             if self._now() - self._drawn >= HEAT_SECONDS:

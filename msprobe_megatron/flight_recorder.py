@@ -120,6 +120,8 @@ class FlightRecorder(Part):
         kind = sys.exc_info()[0]
         if kind is not None and issubclass(kind, Exception):
             self._ending(f"exception {kind.__name__}")
+        with self._lock:  # another thread may be writing: the process must not end before it
+            pass
 
     def ledger(self) -> dict[str, Any]:
         """What was written, why, and what could not be armed."""

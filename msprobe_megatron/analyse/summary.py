@@ -74,7 +74,7 @@ def summarise(run: Run, step: int | None = None) -> Summary:
     except RunError as error:
         if step is not None:
             raise
-        if not run.perturb:
+        if not run.perturb and _expects_rows(run):
             run.problems.append(str(error))
     return Summary(
         path=str(run.path),
@@ -134,6 +134,14 @@ def _order(layer: int | None, name: str) -> int:
     if layer is not None:
         return 10 + layer
     return 0 if name.startswith(("model", "embedding", "rotary")) else 1_000_000
+
+
+def _expects_rows(run: Run) -> bool:
+    """Whether there should be rows: a flight recorder and checks write none as long as nothing happens."""
+    asked = run.facts.get("probe", {}).get("content", {})
+    if "monitor" in asked or not {"checks", "recorder"} & set(asked):
+        return True
+    return "dump" in asked and asked.get("steps") != "none"
 
 
 def warnings(run: Run) -> list[str]:

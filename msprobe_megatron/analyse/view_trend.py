@@ -18,6 +18,18 @@ METRICS = {
     ("grad_reduced", "optimizer"): "parameters_grad",
     ("parameter", "optimizer"): "parameters",
 }
+WATCHED = {
+    # What only a monitor sees, or sees all along.
+    ("grad_unreduced", "backward"): "grad_unreduced",
+    ("grad_clipped", "optimizer"): "grad_clipped",
+    ("optimizer_state", "optimizer"): "optimizer_state",
+    ("update", "optimizer"): "update",
+    ("loss", "forward"): "loss",
+    ("loss", "optimizer"): "loss",
+    ("scalar", "forward"): "scalar",
+    ("scalar", "optimizer"): "scalar",
+    ("throughput", "optimizer"): "throughput",
+}
 STATISTICS = ("norm", "max", "min", "mean")
 LARGEST = 1e9
 """The viewer's colours end here; infinities stand one above."""
@@ -53,10 +65,20 @@ def trend_rows(view: View) -> Iterator[TrendRow]:
 
         next(trend_rows(view)).target       # ("decoder.layers.0.input.x", 0, 0): name, virtual stage, microbatch
     """
-    result = view.connection.execute(_QUERY)
+    yield from _rows_of(view, _QUERY)
+    if view.run.monitor:
+        # Numbers of a rank are no tensors, and not among those of the view.
+        numbers = view.run.monitor_rows(view.connection).filter("kind in ('scalar', 'throughput')")
+        view.connection.register("rank_numbers", numbers)
+        yield from _rows_of(view, _QUERY.replace("run_rows", "rank_numbers"))
+
+
+def _rows_of(view: View, query: str) -> Iterator[TrendRow]:
+    metrics = {**METRICS, **WATCHED} if view.run.monitor else METRICS
+    result = view.connection.execute(query)
     while rows := result.fetchmany(20_000):
         for rank, step, kind, phase, name, vpp, microbatch, *figures in rows:
-            metric = METRICS.get((kind, phase))
+            metric = metrics.get((kind, phase))
             if metric is not None:
                 values = tuple(_clipped(value) for value in figures)
                 yield TrendRow(rank, step, metric, (name, vpp, microbatch), values)

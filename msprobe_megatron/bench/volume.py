@@ -115,7 +115,6 @@ MODELS = {
     "GPT-3, 8 layers": Shape(8, 12288, 49152, 24, 1024, 50304, 2),
 }
 BATCHES, RANKS = (1, 2, 3), (1, 8)
-_NEAR = 0.25
 _SPEED_BYTES, _SPEED_TENSOR = 384 << 20, 4 << 20
 
 
@@ -176,12 +175,11 @@ def _data_bytes(path: Path) -> int:
 
 
 def fitted(shapes: tuple[Shape, ...], sizes: list[int]) -> npt.NDArray[np.float64]:
-    """The bytes that each product of dimensions stands for: whole numbers, but for what the small models leave open."""
+    """The bytes that each product of dimensions stands for."""
     terms = np.array([shape.terms() for shape in shapes])
     scale = terms.max(axis=0)
     found: npt.NDArray[np.float64] = np.linalg.lstsq(terms / scale, np.array(sizes, np.float64), rcond=None)[0] / scale
-    whole = np.rint(found)
-    return np.where(np.abs(found - whole) < _NEAR, whole, found)
+    return found
 
 
 def calculation(weights: npt.NDArray[np.float64], shape: Shape) -> float:

@@ -25,6 +25,7 @@ BENCHES = {
     "perturb": "msprobe_megatron.bench.perturb",
     "scaling": "msprobe_megatron.bench.scaling",
     "volume": "msprobe_megatron.bench.volume",
+    "layers": "msprobe_megatron.bench.layers",
 }
 
 

@@ -24,13 +24,13 @@ from msprobe_megatron.sites.arguments import Found, find_tensors, own_work
 from msprobe_megatron.sites.compiled_regions import CompiledRegions
 from msprobe_megatron.sites.frames import ModuleFrames, Running
 from msprobe_megatron.sites.stacks import call_stack
+from msprobe_megatron.sites.wrappers import put_on, take_off
 from msprobe_megatron.topology.places import Place
 from msprobe_megatron.topology.shards import ShardSpec
 
 OUTSIDE = "outside"
 _UNKNOWN_LAYOUT = ShardSpec.unmergeable("API call")
 _SCALARS = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, slice})
-_FUNCTION: Any = torch.autograd.Function
 Fault = Callable[[BaseException, str], None]
 
 
@@ -81,13 +81,13 @@ class ApiSite:
         self._preset, self._stacks, self._next_site = preset, stacks, first_site
         self._mode = _Mode(self)
         self._regions = CompiledRegions(self._mode, fault)
-        self._function_apply: Any = None
         self._calls: dict[tuple[str, int, str, int], _Call | None] = {}
         self._inside = 0
         self._pushed = False
         self._round = 0
         self.active = False
-        self.structure: list[dict[str, Any]] = []
+        self._sites: list[dict[str, Any]] = []
+        self._structure: list[dict[str, Any]] = []
         self.fired = 0
         self._forward = {io: sink.wants_io("forward", io) for io in ("input", "output")}
         self._backward = {io: sink.wants_io("backward", io) for io in ("input", "output")}
@@ -101,8 +101,7 @@ class ApiSite:
         """See calls again, of the same round: gradients of the calls seen before are still awaited."""
         self._inside = 0
         self.active = True
-        self._function_apply = _FUNCTION.__dict__["apply"]
-        _FUNCTION.apply = classmethod(self._apply(self._function_apply.__func__))
+        put_on(torch.autograd.Function, "apply", self._apply)
         self._frames.mode = self._mode
         if not self._pushed:
             self._pushed = True
@@ -118,7 +117,7 @@ class ApiSite:
         if self.active:
             self.active = False
             self._frames.mode = None
-            _FUNCTION.apply = self._function_apply
+            take_off(torch.autograd.Function, "apply", self._apply)
         if self._pushed and not inside_backward() and mode_stack.take_out(self._mode):
             self._pushed = False
             self._regions.remove()
@@ -212,9 +211,15 @@ class ApiSite:
         site = self._next_site
         self._next_site += 1
         stack = call_stack(2) if self._stacks else []
-        # A new list: the writer compares what it has written by identity.
-        self.structure = [*self.structure, {"site": site, "name": name, "vpp": chunk, "class": api, "stack": stack}]
+        self._sites.append({"site": site, "name": name, "vpp": chunk, "class": api, "stack": stack})
         return site
+
+    @property
+    def structure(self) -> list[dict[str, Any]]:
+        """Id, name and stack of every call, for sites.json; the same object while nothing is new."""
+        if len(self._structure) != len(self._sites):
+            self._structure = list(self._sites)
+        return self._structure
 
     def _after(self, result: Any, call: _Call, running: Running, sources: Sources, since: int) -> None:
         outputs: Found = []

@@ -19,10 +19,10 @@ from msprobe_megatron.clock import Clock, Moment, inside_backward
 from msprobe_megatron.sites import mode_stack
 from msprobe_megatron.sites.api_names import name_of
 from msprobe_megatron.sites.compiled_regions import CompiledRegions
+from msprobe_megatron.sites.wrappers import put_on, take_off
 from msprobe_megatron.topology import names
 
 OUTSIDE = "outside"
-_FUNCTION: Any = torch.autograd.Function
 Fault = Callable[[BaseException, str], None]
 
 
@@ -93,7 +93,6 @@ class CallSite:
         self._handles: list[Any] = []
         self._stack: list[_Frame] = []
         self._passes: dict[tuple[str, str, Moment], dict[str, int]] = {}
-        self._apply: Any = None
         self._installed = False
         self._everywhere = False
         self._round = 0
@@ -131,8 +130,7 @@ class CallSite:
             if self._everywhere:
                 mode_stack.push(self._mode)
         if self._in_backward:
-            self._apply = _FUNCTION.__dict__["apply"]
-            _FUNCTION.apply = classmethod(self._noting(self._apply.__func__))
+            put_on(torch.autograd.Function, "apply", self._noting)
 
     def remove(self) -> None:
         """See no more calls. Safe to call twice.
@@ -144,8 +142,7 @@ class CallSite:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._apply is not None:
-            _FUNCTION.apply, self._apply = self._apply, None
+        take_off(torch.autograd.Function, "apply", self._noting)
         if self._installed and not inside_backward():
             was_on = mode_stack.take_out(self._mode)
             if was_on or not (self._everywhere or self._stack):

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from msprobe_megatron.sites import mode_stack
+from msprobe_megatron.sites.wrappers import put_on, take_off
 
 _EVAL_FRAME = "torch._dynamo.eval_frame"
 _SETTERS = ("set_eval_frame", "_maybe_set_eval_frame")  # one function, or one that calls the other
@@ -32,7 +33,6 @@ class CompiledRegions:
     def __init__(self, mode: TorchFunctionMode, fault: Callable[[BaseException, str], None]) -> None:
         self._mode, self._fault = mode, fault
         self._module: Any = None
-        self._originals: dict[str, Any] = {}
         self._thread = threading.local()
 
     def install(self) -> None:
@@ -43,14 +43,12 @@ class CompiledRegions:
         self._module = module
         for name in _SETTERS:
             if hasattr(module, name):
-                self._originals[name] = getattr(module, name)
-                setattr(module, name, self._listening(self._originals[name]))
+                put_on(module, name, self._listening)
 
     def remove(self) -> None:
         """Leave dynamo as it was."""
-        for name, original in self._originals.items():
-            setattr(self._module, name, original)
-        self._originals.clear()
+        for name in _SETTERS if self._module is not None else ():
+            take_off(self._module, name, self._listening)
 
     def _listening(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         mode, thread, fault = self._mode, self._thread, self._fault

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.sites import mode_stack
+from msprobe_megatron.sites.module_hooks import ModuleHooks
 from msprobe_megatron.topology import names
 
 
@@ -40,10 +41,12 @@ class ModuleFrames:
     def __init__(self, chunks: Sequence[nn.Module], clock: Clock, fault: Callable[[BaseException, str], None]) -> None:
         self._clock, self._fault = clock, fault
         self._active = False
-        self._modules = [
-            (entry.name, index, entry.module) for index, chunk in enumerate(chunks) for entry in names.modules(chunk)
+        # Left also when the forward raises: what is called after that is not of this module any more.
+        self._hooks = [
+            ModuleHooks(entry.module, self._enter(entry.name, index), self._leave, always=True)
+            for index, chunk in enumerate(chunks)
+            for entry in names.modules(chunk)
         ]
-        self._handles: list[Any] = []
         self._passes: dict[tuple[str, str, Moment], dict[str, int]] = {}
         self.stack: list[Running] = []
         self.mode: TorchFunctionMode | None = None
@@ -55,10 +58,8 @@ class ModuleFrames:
         self._entered.clear()
         self._passes.clear()
         self._active = True
-        for name, chunk, module in self._modules:
-            self._handles.append(module.register_forward_pre_hook(self._enter(name, chunk)))
-            # Also when the forward raises: what is called after that is not of this module any more.
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        for hooks in self._hooks:
+            hooks.set()
 
     def pause(self) -> None:
         """Leave the hooks in place and follow nothing; the numbers of calls go on afterwards."""
@@ -71,9 +72,8 @@ class ModuleFrames:
     def remove(self) -> None:
         """Take the hooks away."""
         self._active = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for hooks in self._hooks:
+            hooks.remove()
         self.stack.clear()
         while self._entered:
             self._entered.pop()
@@ -86,7 +86,7 @@ class ModuleFrames:
         return self._pass(name, moment.chunk, phase, moment) if phase == "forward" else None
 
     def _enter(self, name: str, chunk: int) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._active:
                 return
             try:
@@ -101,7 +101,7 @@ class ModuleFrames:
 
         return hook
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._active:
             return
         try:

@@ -13,7 +13,7 @@ from torch import nn
 
 
 class ModuleHooks:
-    """A hook before the forward and one after it, both with keyword arguments.
+    """A hook before the forward and one after it, both with keyword arguments; `always`: after one that raises too.
 
     Example::
 
@@ -21,10 +21,12 @@ class ModuleHooks:
         hooks.set(); ...; hooks.remove()
     """
 
-    __slots__ = ("_after", "_before", "_handles", "_module")
+    __slots__ = ("_after", "_always", "_before", "_handles", "_module")
 
-    def __init__(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        self._module, self._before, self._after = module, before, after
+    def __init__(
+        self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any], always: bool = False
+    ) -> None:
+        self._module, self._before, self._after, self._always = module, before, after, always
         self._handles: tuple[Any, Any] | None = None
 
     def set(self) -> None:
@@ -35,6 +37,8 @@ class ModuleHooks:
             try:
                 module._forward_pre_hooks_with_kwargs[first] = True
                 module._forward_hooks_with_kwargs[last] = True
+                if self._always:
+                    module._forward_hooks_always_called[last] = True
                 module._forward_pre_hooks[first] = self._before
                 module._forward_hooks[last] = self._after
                 return
@@ -42,7 +46,7 @@ class ModuleHooks:
                 self.remove()
         self._handles = (
             module.register_forward_pre_hook(self._before, with_kwargs=True),
-            module.register_forward_hook(self._after, with_kwargs=True),
+            module.register_forward_hook(self._after, with_kwargs=True, always_call=self._always),
         )
 
     def remove(self) -> None:

@@ -295,7 +295,7 @@ REFUSED = [
     ("perturb: {mode: to_cpu, device: npu}", ["perturb.device: 'npu' is not where mode to_cpu runs", "device: cpu"]),
     ("perturb: {device: cpu}", ["perturb.device: 'cpu' is not where mode improve_precision", "mode: to_cpu"]),
     ("perturb: {handler: fix, budget: 5%}", ["perturb.budget: 0.05 would repair", "budget: all"]),
-    ("perturb: {preheat: true, budget: 5%}", ["perturb.preheat: True counts every call", "budget: all"]),
+    ("perturb: {preheat: true, budget: 5%}", ["perturb.preheat: true counts every call", "budget: all"]),
     ("perturb: {twin: sibling}", ["perturb.twin: 'sibling' is the code", "handler: fix with names in modules"]),
     ("perturb: {budget: 0%}", ["perturb.budget: '0%' is not a share", "5%, or all"]),
     ("perturb: {budget: 0.05}", ["perturb.budget: 0.05 is not a share"]),

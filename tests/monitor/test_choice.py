@@ -163,3 +163,35 @@ def test_switched_off_and_on_while_the_job_runs(tmp_path):
             optimizer.step()
     # Off after the first step, on again at 4 for the two that collect_times allows.
     assert sorted({row["step"] for row in rows_of(tmp_path / "out", 0)}) == [0, 4, 5]
+
+
+def test_without_an_optimizer_and_with_frozen_weights(tmp_path):
+    document = {"monitor": {"parameters": True, "update": True, "microbatch_gradients": True}}
+    config = from_document(document, "probe.yaml", Overrides(output=str(tmp_path / "out")))
+    model = Model()
+    model.pair.weight.requires_grad_(False)
+    with attach(model, None, config, step=0) as session:
+        model(torch.ones(2, 3)).sum().backward()
+        session.step()
+    assert session.faults == []
+    rows = rows_of(tmp_path / "out", 0)
+    assert {row["name"] for row in rows if row["kind"] == "grad_reduced"} == {"last.weight", "last.bias"}
+    assert {row["name"] for row in rows if row["kind"] == "parameter"} == {"pair.weight", "last.weight", "last.bias"}
+
+
+def test_an_evaluation_in_the_middle_of_a_step_is_not_watched(tmp_path):
+    config = from_document({"monitor": {"data": True}}, "probe.yaml", Overrides(output=str(tmp_path / "out")))
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with attach(model, optimizer, config, step=0) as session:
+        loss = model(torch.ones(2, 3)).sum()
+        with torch.no_grad():
+            model(torch.zeros(7, 3))
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(torch.zeros(5, 3))
+    assert session.faults == []
+    rows = rows_of(tmp_path / "out", 0)
+    assert {row["shape"][0] for row in rows if row["kind"] == "activation"} == {2}
+    assert [row["sum"] for row in rows if row["name"] == "samples"] == [2.0]

@@ -31,6 +31,17 @@ def test_steps_ranks_and_rows(watched):
         run.rows(step=7)
 
 
+def test_the_trend_viewer_gets_every_kind(watched, tmp_path):
+    import sqlite3
+
+    out, _ = watched.job("ep2")
+    assert cli("export", out, "--format", "trend-db", "--out", tmp_path / "run.trend.db").returncode == 0
+    database = sqlite3.connect(tmp_path / "run.trend.db")
+    names = {name for (name,) in database.execute("select metric_name from monitoring_metrics")}
+    assert {"forward", "backward", "parameters", "parameters_grad", "grad_unreduced", "optimizer_state"} <= names
+    assert {"grad_clipped", "update", "loss", "scalar", "throughput"} <= names
+
+
 def test_a_damaged_file_is_told_and_left_out(watched, tmp_path):
     out, _ = watched.job("dp4")
     copy = tmp_path / "run"

@@ -6,6 +6,7 @@ import pytest
 
 from msprobe_megatron.analyse.diagnose import diagnose
 from msprobe_megatron.analyse.load import open_run
+from msprobe_megatron.analyse.summary import summarise
 from msprobe_megatron.record.events import read_events
 from tests.recorder.jobs import job
 
@@ -32,6 +33,7 @@ def test_clean_run_writes_nothing(tmp_path):
     out = job(tmp_path, "single")
     assert open_run(out).files == []
     assert recorder_events(out) == []
+    assert summarise(open_run(out)).warnings == []
     ledger = json.loads((out / "ranks" / "rank_00000.json").read_text())["ledger"]["recorder"]
     assert ledger["kept"] == [6, 7, 8, 9]
     assert ledger["bound"]["modules"] > 10

@@ -45,6 +45,13 @@ def test_python_handler_from_before_is_called():
     assert run(before + ADD + "time.sleep(30)", signal.SIGTERM) == (["told signal SIGTERM", "before"], 7)
 
 
+def test_a_handler_that_comes_later_decides():
+    later = "signal.signal(signal.SIGTERM, lambda n, f: say('later')); say('ready')"
+    lines, code = run(ADD.replace("say('ready')", later) + "time.sleep(2.5)\nsay('going on')", signal.SIGTERM)
+    assert sorted(lines[:2]) == ["later", "told signal SIGTERM"]
+    assert (lines[2:], code) == (["going on"], 0)
+
+
 def test_keyboard_interrupt_is_still_raised():
     code = "try:\n    " + ADD + "    time.sleep(30)\nexcept KeyboardInterrupt: say('interrupted')"
     assert run(code, signal.SIGINT) == (["told signal SIGINT", "interrupted"], 0)

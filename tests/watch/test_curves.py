@@ -40,6 +40,7 @@ def test_event_file_of_a_job(watched):
     assert found[3, "layer_001/mlp output.0 activation"] == pytest.approx(np.sqrt(squares[0][0]), rel=1e-6)
     assert (3, "layer_002/mlp.linear_fc1.weight grad_reduced") in found
     assert (3, "embedding/word_embeddings.weight grad_reduced") in found
+    assert found[3, "all layers/grad_reduced layer_002"] > found[3, "layer_002/mlp.linear_fc1.weight grad_reduced"]
     assert found[3, "loss/grad_norm"] > 0
     pictures = [value for (_, tag), value in found.items() if tag.startswith("heat map/")]
     assert len(pictures) == 2

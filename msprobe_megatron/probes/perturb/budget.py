@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from msprobe_megatron.probes.perturb.sampling import terms_of
+
 # Microseconds of a call that computes nothing, and of examining one, the hooks of its module included.
-_CALL, _EXAMINED = 4.0, 600.0
+_CALL, _EXAMINED = 5.0, 600.0
 # Bytes and multiply-adds a microsecond, rather too fast than too slow: then a step seems short, and its share small.
-_SPEED = {"cpu": (2e4, 6e4)}
+_SPEED = {"cpu": (4e4, 6e4)}
 _FAST = (1e6, 1e8)
 _BACKWARD = 3.0
 _EXPERT = re.compile(r"experts\.\d+")
@@ -40,9 +42,9 @@ def cost_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     tensors = [t for t in (*args, *kwargs.values(), result) if isinstance(t, torch.Tensor)]
     moved = sum(t.numel() * t.element_size() for t in tensors)
     out = result.numel() if isinstance(result, torch.Tensor) else 0
-    terms = max((t.shape[-1] for t in tensors if t.dim()), default=1) if kind == "gemm" else 1
+    terms = terms_of(kind, args, result) if kind == "gemm" and isinstance(result, torch.Tensor) else 1
     by_bytes, by_products = _SPEED.get(device, _FAST)
-    slow = 2.0 if kind in ("softmax", "norm", "elementwise") and device == "cpu" else 1.0
+    slow = 1.5 if kind in ("softmax", "norm", "elementwise") and device == "cpu" else 1.0
     own = _CALL + slow * moved / by_bytes + (out * terms / by_products if kind == "gemm" else 0.0)
     again = own * (_BACKWARD if stage == "backward" else 1.0)
     return Cost(own, _EXAMINED + again + 2 * moved / by_bytes)

@@ -14,6 +14,7 @@ import torch
 
 from msprobe_megatron.measure import pair
 from msprobe_megatron.probes.perturb import noise, reference, twins
+from msprobe_megatron.probes.perturb.classes import HALF
 from msprobe_megatron.probes.perturb.figures import PLACE, REFERENCE
 from msprobe_megatron.probes.perturb.sampling import Sample, sample, terms_of
 
@@ -169,13 +170,14 @@ def against_host(live: torch.Tensor, golden: torch.Tensor, line: torch.Tensor) -
 
         against_host(y, y_of_host, line)
     """
-    x, y = live.detach().double(), golden.detach().double().to(live.device)
+    wide = torch.float32 if live.dtype in HALF else torch.float64  # enough for limits of 2**-8 and 2**-11
+    x, y = live.detach().to(wide), golden.detach().to(device=live.device, dtype=wide)
     finite = torch.isfinite(x) & torch.isfinite(y)
     error = torch.where(finite, x - y, 0.0)
     small = x.abs() < 1
     size = y.abs()
     absolute = torch.where(small, error.abs(), 0.0).max()
-    relative = torch.where(small, 0.0, error.abs() / size.clamp(min=1e-300)).max()
+    relative = torch.where(small, 0.0, error.abs() / size.clamp(min=1e-30)).max()
     balance = (error / torch.where(size >= 1, size, 1.0)).mean()
     line[_HOST] = torch.stack([absolute, relative, balance]).to(line.dtype)
     line[PLACE["nan_apart"]] = (x.isnan() != y.isnan()).sum()

@@ -112,7 +112,9 @@ def terms_of(kind: str, args: tuple[Any, ...], result: torch.Tensor) -> int:
     if not tensors or kind == "elementwise":
         return 1
     if kind == "gemm":
-        return max(t.shape[-1] for t in tensors if t.dim())
+        # The factor before the last tensor: `x @ w`, `addmm(b, x, w)`, and the weight (outputs, inputs) of `linear`.
+        factor = tensors[-2] if len(tensors) > 1 else tensors[0]
+        return factor.shape[-1] if factor.dim() else 1
     return max(1, max(t.numel() for t in tensors) // max(result.numel(), 1)) if kind == "reduction" else _last(tensors)
 
 
