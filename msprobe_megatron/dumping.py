@@ -73,9 +73,7 @@ class Dumping(Part):
         self._parameters = OptimizerSite(chunks, job.optimizer, sink, where)
         self._losses = LossSite(self._probe)
         self._frames = ModuleFrames(chunks, clock, fault)
-        self._apis = ApiSite(
-            self._frames, sink, clock, fault, asked.apis, asked.stacks, len(self._modules.watched)
-        )
+        self._apis = ApiSite(self._frames, sink, clock, fault, asked.apis, asked.stacks, len(self._modules.watched))
         self._functions = PatchSet([*declared("calls"), *declared_functions(asked.functions)], self._apis)
         self._refuse_unfound(config.source)
         self._comm = CommSite(sink, clock, where, fault, self._frames, self._apis.new_site)

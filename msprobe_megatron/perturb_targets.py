@@ -23,7 +23,8 @@ from msprobe_megatron.topology.activations import ChunkLayout, activation_spec
 from msprobe_megatron.topology.index_map import index_map
 from msprobe_megatron.topology.layers import layer_of
 
-_RUNS = 4.0
+# Four runs, two of them in a precision that takes several times as long.
+_RUNS = 12.0
 # Microseconds of an examination, and of each call under the guard.
 _EXAMINED, _GUARDED = 3000.0, 60.0
 

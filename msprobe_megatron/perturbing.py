@@ -54,6 +54,7 @@ class Perturbing(Part):
         self._device = device.name
         self._figures = Figures(device.device, device.float_dtype, device.to_host)
         self._examiner = Examiner(asked, job.clock, self._figures, job.fault)
+        self._examiner.most = max(_ROWS_A_FILE, job.config.limits.host_memory // 8192)
         in_backward = asked.stage == "backward" and asked.handler == "check"
         self._calls = CallSite(job.chunks, job.clock, job.fault, self._examiner, in_backward=in_backward)
         self._backward = BackwardExaminer(self._examiner)

@@ -48,7 +48,8 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False, is_
     if accelerator is not None:
         accelerator.manual_seed_all(seed)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    torch.use_deterministic_algorithms(mode)
+    if mode:
+        torch.use_deterministic_algorithms(True)
     if rm_dropout:
         for name in _DROPOUTS:
             if hasattr(functional, name):

@@ -42,15 +42,14 @@ def contents(run: Run, step: int) -> tuple[dict[str, tuple[Any, ...]], dict[str,
 
 
 def differing_weights(left: dict[str, tuple[Any, ...]], right: dict[str, tuple[Any, ...]]) -> list[str]:
-    """Names of weights that both have and that are not the same."""
-    return [name for name in left if name in right and not _same(left[name], right[name])]
+    """Names of weights that both have, of one size, and that are not the same."""
+    both = [name for name in left if name in right and left[name][3] == right[name][3]]
+    return [name for name in both if not _same(left[name], right[name])]
 
 
 def _same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
     if left[0] is not None and right[0] is not None:
         return bool(left[0] == right[0])
-    if left[3] != right[3]:
-        return False
     size = max(np.sqrt(max(left[2] or 0, right[2] or 0)), 1e-300)
     norms = abs(np.sqrt(left[2] or 0) - np.sqrt(right[2] or 0)) / size
     sums = abs((left[1] or 0) - (right[1] or 0)) / (size * np.sqrt(max(left[3] or 1, 1)))

@@ -23,7 +23,7 @@ _EFFECTS: tuple[tuple[str, str], ...] = (
     ),
     (
         "none",
-        r"num_workers|eval_.*|.*_interval|distributed_timeout.*|mock_data|world_size|check_for_.*|layers_per_chunk|use_mcore_models|practise",
+        r"num_workers|eval_.*|.*_interval|distributed_timeout.*|mock_data|world_size|check_for_.*|layers_per_chunk|use_mcore_models|practise|inprocess_.*",
     ),
     (
         "model",
@@ -60,10 +60,7 @@ _EFFECTS: tuple[tuple[str, str], ...] = (
 )
 # Variables of the environment, in the same way.
 _VARIABLES: tuple[tuple[str, str], ...] = (
-    (
-        "none",
-        r"MASTER_.*|WORLD_SIZE|NODE_RANK|NNODES|MSPROBE.*|.*_DEBUG.*|.*LOG.*|CUDA_VISIBLE_DEVICES|.*_VISIBLE_DEVICES",
-    ),
+    ("none", r"MASTER_.*|TORCHELASTIC_.*|WORLD_SIZE|NODE_RANK|NNODES|MSPROBE.*|.*_DEBUG.*|.*LOG.*|.*_VISIBLE_DEVICES"),
     ("none", r"CUDA_LAUNCH_BLOCKING|NCCL_SOCKET.*|GLOO_SOCKET.*|HCCL_.*TIMEOUT|HCCL_IF.*|PYTHONHASHSEED|.*CACHE_DIR.*"),
     ("versions", r"LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH|ASCEND_.*HOME.*|CUDA_HOME|CUDA_PATH"),
     ("precision", r"NVIDIA_TF32_OVERRIDE|.*TF32.*|NVTE_.*FP8.*|.*PRECISION.*"),

@@ -20,7 +20,13 @@ def hints(golden: Run, run: Run, pairs: Pairs, states: Sequence[str], order: Seq
 
         hints(golden, run, pairs, states, by_themselves)    # ["all gradients are 2 times those of ..."]
     """
-    found = [*_dropout(golden, run), *_layers(run), *_weights(pairs, states), *_factor(pairs, states)]
+    found = [
+        *_dropout(golden, run),
+        *_padding(golden, run),
+        *_layers(run),
+        *_weights(pairs, states),
+        *_factor(pairs, states),
+    ]
     first = order[0] if order else None
     if first is not None and pairs["kind"][first] == "grad_reduced":
         found.append(
@@ -63,10 +69,24 @@ def _arrives(pairs: Pairs, i: int) -> bool:
 
 def _dropout(golden: Run, run: Run) -> list[str]:
     for side in (golden, run):
+        section = side.facts.get("probe", {}).get("content", {}).get("reproduce")
+        if isinstance(section, dict) and not section.get("dropout"):
+            continue  # switched off by the kit
         for name in ("attention_dropout", "hidden_dropout"):
             if side.facts.get("arguments", {}).get(name):
                 return [f"{name} is not 0 in {side.path}: random numbers differ between layouts; switch it off"]
     return []
+
+
+def _padding(golden: Run, run: Run) -> list[str]:
+    """Rows that only pad the vocabulary take part in the loss: other padding is another loss."""
+    sizes = [side.facts.get("arguments", {}).get("padded_vocab_size") for side in (golden, run)]
+    if not all(isinstance(size, int) for size in sizes) or sizes[0] == sizes[1]:
+        return []
+    return [
+        f"the vocabulary is padded to {sizes[0]} and to {sizes[1]}, and the loss is taken over the padding too: choose"
+        " --make-vocab-size-divisible-by so that both are padded alike"
+    ]
 
 
 def _weights(pairs: Pairs, states: Sequence[str]) -> list[str]:

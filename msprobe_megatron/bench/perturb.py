@@ -12,8 +12,8 @@ from msprobe_megatron.bench.workloads import WORKLOADS
 ABOUT = (
     "CPU time and peak memory of a training step over those of the same step without the kit, taking turns in one"
     " process. softmax, matmul: that operator at every step, full results; all: every operator at every step; budget:"
-    " 5 %, turns of many steps timed as a whole, writing included. The steps in which kinds of calls are seen for the first"
-    " time are not counted."
+    " 5 %, turns of many steps timed as a whole, writing included. The steps in which kinds of calls are seen for the"
+    " first time are not counted."
 )
 
 
@@ -21,8 +21,9 @@ def _check(stage: str = "forward", **section: Any) -> dict[str, Any]:
     return {"perturb": {"handler": "check", "stage": stage, **section}}
 
 
-_SOFTMAX, _MATMUL = {"list": ["softmax"]}, {"list": ["matmul"]}
-_THEIRS = {"profile": "msprobe"}
+_SOFTMAX: dict[str, Any] = {"list": ["softmax"]}
+_MATMUL: dict[str, Any] = {"list": ["matmul"]}
+_THEIRS: dict[str, Any] = {"profile": "msprobe"}
 EVERY_STEP: dict[str, dict[str, Any]] = {
     "check_forward_softmax": _check(**_SOFTMAX),
     "check_forward_all": _check(budget="all"),
@@ -64,7 +65,7 @@ TARGETS = {
     **{"h512:fix_forward_improve_precision": 1.1, "h64:fix_forward_improve_precision": 1.5},
     "h512:preheat_forward_all": 1.8,
 }
-_SIZES = {"h64": (5, 8, 48), "h512": (3, 2, 12)}
+_SIZES = {"h64": (5, 8, 60), "h512": (4, 2, 12)}
 """Turns, steps of a turn, and steps of a turn with a budget."""
 
 

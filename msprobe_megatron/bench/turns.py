@@ -36,7 +36,7 @@ class Workload:
     steps: int
     warm_up: int = 1
     whole: bool = False
-    """A turn is timed as a whole, up to the end of the session: what is done once in many steps is in the figure."""
+    """A turn is timed as a whole: what is done once in many steps, such as a file of the monitor, is in the figure."""
     best: bool = False
     """The least of the times counts instead of the median: for costs that are smaller than what others on the machine
     add to a step now and then."""
@@ -163,9 +163,10 @@ class Turns:
         for _ in range(self._workload.steps):
             yield
         self.training[name].append((time.thread_time() - training) / self._workload.steps)
-        self._detach(name, turn)
+        self._flush()
         self.times[name].append((time.process_time() - began) / self._workload.steps)
         self._peaks[name].append(self._memory.peak())
+        self._detach(name, turn)
 
     def _folder(self, name: str, turn: int) -> Path:
         return self._out / f"{self._workload.name}_{name}_{turn}"

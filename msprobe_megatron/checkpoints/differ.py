@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -47,8 +48,12 @@ class CheckpointDiff:
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for `--json`."""
-        return asdict(self)
+        """Plain values for `--json`; the relative error is null where non-finite elements differ."""
+        plain = asdict(self)
+        for item in plain["tensors"]:
+            if item["relative"] is not None and not math.isfinite(item["relative"]):
+                item["relative"] = None
+        return plain
 
 
 def diff(

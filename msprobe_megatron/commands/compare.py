@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, default=None, help="only this step (default: all that both recorded)")
     parser.add_argument("--noise", metavar="RUN2", help="a repetition of GOLDEN: its distance raises the tolerance")
     parser.add_argument("--specs", metavar="FILE", help="shards: how tensors lie over ranks, over what was recorded")
+    parser.add_argument("--no-tensors", action="store_true", help="leave saved tensors unread: rows only, quicker")
     parser.add_argument("--out", metavar="DIR", help="write compare.json and compare.parquet (every tensor) there")
 
 
@@ -33,7 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     rules = load_shards(arguments.specs) if arguments.specs else ()
     noise = open_run(arguments.noise, rules) if arguments.noise else None
     golden, path = open_run(arguments.golden, rules), open_run(arguments.path, rules)
-    result = compare(golden, path, arguments.step, noise, _progress if sys.stderr.isatty() else None)
+    progress = _progress if sys.stderr.isatty() else None
+    result = compare(golden, path, arguments.step, noise, progress, tensors=not arguments.no_tensors)
     if arguments.out:
         directory = RunDirectory.create(arguments.out)
         directory.write_json("compare.json", result.as_dict())

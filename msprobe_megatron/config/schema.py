@@ -63,9 +63,9 @@ class DumpConfig:
     """The ``dump`` section: which numbers of modules and API calls are written.
 
     ``list`` holds parts of names, or regular expressions between slashes; empty is every name. An axis that
-    ``data_mode`` leaves out (forward and backward, input and output) is recorded on both sides. ``scope`` is a window from
-    one name to another. Tensors of the names in ``tensor_list`` are saved beside the statistics of all. ``slice`` records
-    a part of every tensor. ``functions`` names more functions, ``module:function``, to be seen as API calls.
+    ``data_mode`` leaves out (forward and backward, input and output) is recorded on both sides. ``scope`` is a window
+    from one name to another. Tensors of the names in ``tensor_list`` are saved beside the statistics of all. ``slice``
+    records a part of every tensor. ``functions`` names more functions, ``module:function``, to be seen as API calls.
     """
 
     level: Level = "L0"

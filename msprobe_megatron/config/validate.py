@@ -191,7 +191,14 @@ def _budget(node: Node) -> float:
 
 
 def _rows(node: Node) -> int:
-    return 0 if node.value == "all" else node.integer(1, 10**6)
+    if node.value == "all":
+        return 0
+    accepted = "a whole number from 1 to 1000000, or all"
+    if isinstance(node.value, bool) or not isinstance(node.value, int):
+        raise node.error("is not a whole number", accepted)
+    if not 1 <= node.value <= 10**6:
+        raise node.error("is out of range", accepted)
+    return node.value
 
 
 def _checks(node: Node) -> schema.ChecksConfig:

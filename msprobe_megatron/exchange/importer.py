@@ -24,7 +24,7 @@ _MODULE = re.compile(r"Module\.(?:([0-9]{1,9})\.)?(.+)\.([^.]+)\.(forward|backwa
 _GRADIENT = re.compile(r"Module\.(?:([0-9]{1,9})\.)?(.+)\.([^.]+)\.parameters_grad(?:\.[0-9]+)?$")
 _API = re.compile(r"([A-Za-z]\w*)\.(.+)\.([0-9]{1,9})\.(forward|backward)$")
 _LARGEST = 4 << 30
-_MOST_RANKS, _MOST_STEPS, _MOST_ELEMENTS = 1 << 24, 1 << 53, 1 << 62
+_MOST_RANKS, _MOST_STEPS, _MOST_ELEMENTS = 1 << 15, 1 << 53, 1 << 62
 _DEEPEST = 32
 
 

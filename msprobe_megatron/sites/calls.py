@@ -261,7 +261,7 @@ class _Mode(TorchFunctionMode):
             name = self._names[function]
         except KeyError:
             name = self._names[function] = name_of(function, self._site._preset)
-        running = self._site.running() if name is not None else None
+        running = self._site.running() if name is not None and self._site.active else None
         if name is None or running is None:
             return function(*args, **kwargs) if kwargs else function(*args)
         number = running.counts.get(name, 0)

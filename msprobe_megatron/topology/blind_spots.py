@@ -6,7 +6,10 @@ aloud, because a row that cannot exist must not be taken for one that was not as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from torch import nn
 
 
 class BlindSpot(NamedTuple):
@@ -69,6 +72,27 @@ def unseen(*sources: Any) -> list[str]:
                 shown = f"={value}" if spot.values else ""
                 found.setdefault(spot.option, f"{spot.option}{shown}: {spot.unseen}")
     return list(found.values())
+
+
+def compiled(chunks: Sequence[nn.Module]) -> list[str]:
+    """A sentence if parts of the model are compiled by torch: what runs inside them calls no module and no API.
+
+    Example::
+
+        compiled([torch.compile(model)])
+    """
+    found = [
+        name or "the model itself"
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+    ]
+    if not found:
+        return []
+    return [
+        f"torch.compile: {len(found)} compiled modules, the first is {found[0]}: modules and API calls inside them have"
+        " no rows of their own; their parameters, gradients, and the modules around them have"
+    ]
 
 
 def context_parallel_order(arguments: Any) -> str:

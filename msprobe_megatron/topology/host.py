@@ -5,6 +5,8 @@ from __future__ import annotations
 import platform
 import re
 import sys
+from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 # Names whose values must never reach a file that is shared with others.
@@ -57,7 +59,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if isinstance(value, dict):
+    if isinstance(value, dict | SimpleNamespace | Namespace):  # --yaml-cfg makes namespaces inside namespaces
         return plain(value)
     return str(value)[:200]
 

@@ -101,6 +101,9 @@ def test_the_command_tells_where_elements_differ(runs, capsys):
     assert set(answer["first_divergence"]["elements"]) == {
         *("relative_l2", "max_abs", "cosine", "differing", "numel", "largest_at", "first_at"),
     }
+    assert main([*arguments, "--json", "--no-tensors"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["tensors"], answer["first_divergence"]["elements"]) == (0, None)
     assert main(arguments) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert "elements differ, by" in text

@@ -23,6 +23,7 @@ _FLAGS = shlex.split("""
 _EVALUATION = ("--eval-iters", "0", "--eval-interval", "1000")
 _LINE = re.compile(r"iteration +(\d+)/.*? lm loss: (\S+) .*?grad norm: (\S+) ")
 FAULT_LINES = 40
+_STUBS = Path(__file__).parent / "old_release_stubs"
 
 
 @dataclass
@@ -52,6 +53,18 @@ class Host:
         text = (self.checkout / "megatron/core/package_info.py").read_text()
         return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
 
+    @property
+    def old(self) -> bool:
+        """Before 0.8, which imports Apex and TransformerEngine unconditionally: stubs stand in for both."""
+        return int(self.version().split(".")[1]) < 8
+
+    def _old_flags(self) -> tuple[str, ...]:
+        if not self.old:
+            return ()
+        # The optimizer for fp32 cannot be made in 0.6: a method of it is missing.
+        precision = ("--bf16",) if int(self.version().split(".")[1]) < 7 else ()
+        return ("--use-mcore-models", "--split", "60,30,10", *precision)
+
     def plain_checkpoints(self) -> tuple[str, ...]:
         """Flags for a checkpoint of one file a rank; releases before 0.9 write no other."""
         return ("--ckpt-format", "torch") if int(self.version().split(".")[1]) >= 9 else ()
@@ -68,13 +81,17 @@ class Host:
     ) -> Finished:
         """Run to the end and read the log; a run that fails is returned like any other."""
         target = str(script or self.checkout / "pretrain_gpt.py")
-        command = [*runner, target, *_FLAGS, "--train-iters", str(iterations), *evaluation, *flags]
+        if self.old and evaluation is _EVALUATION:
+            evaluation = ("--eval-iters", "1", "--eval-interval", "1000")  # a split without samples is an error there
+        own = (*_FLAGS, *self._old_flags(), "--train-iters", str(iterations))
+        command = [*runner, target, *own, *evaluation, *flags]
         return self.run(world, command, environment)
 
     def run(self, world: int, command: list[str], environment: dict[str, str] | None = None) -> Finished:
         launcher = [self.python, "-m", "torch.distributed.run", "--nproc_per_node", str(world)]
         launcher += ["--master_port", str(_free_port())]
-        path = os.pathsep.join([str(self.checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+        stubs = [str(_STUBS)] if self.old else []
+        path = os.pathsep.join([str(self.checkout), *stubs, *filter(None, [os.environ.get("PYTHONPATH")])])
         settings = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         done = subprocess.run(
             [*launcher, *command],

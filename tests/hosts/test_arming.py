@@ -1,5 +1,6 @@
 """Between the command line and the model: other people's patches, faults of the kit, jobs without a model."""
 
+import json
 import sys
 import types
 
@@ -113,3 +114,42 @@ def test_an_unknown_release_gives_a_sentence(monkeypatch):
     others = [patch for patch in PATCHES if patch.phase == "functions"]
     with pytest.raises(PatchError, match=r"cannot patch .*forward_backward_no_pipelining.*megatron-core is"):
         PatchSet(others, None).apply()
+
+
+def job_with_yaml_cfg(folder):
+    """Megatron's `--yaml-cfg` throws the parsed command line away and returns namespaces made of the YAML file."""
+    import argparse
+
+    from msprobe_megatron.arming import arm
+
+    chunks, make_optimizer, train = tiny_megatron()
+    module = fake_training(chunks, make_optimizer)
+    arguments = types.ModuleType("megatron.training.arguments")
+
+    def parse_args(extra_args_provider=None, ignore_unknown_args=False):
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--yaml-cfg")
+        parser = extra_args_provider(parser) if extra_args_provider else parser
+        parser.parse_args()
+        return types.SimpleNamespace(language_model=types.SimpleNamespace(num_layers=2), yaml_cfg="gpt.yaml")
+
+    arguments.parse_args = parse_args
+    sys.modules["megatron.training.arguments"] = arguments
+    sys.argv = ["pretrain_gpt.py", "--yaml-cfg", "gpt.yaml", "--msprobe-config", str(folder / "probe.yaml")]
+    armed = arm(install=False)
+    variables = types.ModuleType("megatron.training.global_vars")
+    variables._GLOBAL_ARGS = arguments.parse_args()
+    sys.modules["megatron.training.global_vars"] = variables
+    _, optimizer, _ = module.setup_model_and_optimizer()
+    for index in range(2):
+        train(optimizer, index)
+    armed.session.close()
+    return armed.session.steps_recorded
+
+
+def test_yaml_cfg_of_megatron_does_not_hide_the_flags(tmp_path):
+    probe(tmp_path, "[1]")
+    (recorded,) = run_forked(1, job_with_yaml_cfg, tmp_path)
+    assert recorded == [1]
+    run = json.loads((tmp_path / "out/run.json").read_text())
+    assert run["arguments"]["language_model"] == {"num_layers": 2}

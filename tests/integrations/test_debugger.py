@@ -288,6 +288,14 @@ def test_seeds(monkeypatch):
         seed_all(7)
         drawn.append((torch.rand(2).tolist(), np.random.rand(2).tolist()))
     assert drawn[0] == drawn[1]
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        seed_all(7, mode=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        seed_all(7)  # takes nothing back that was asked for before
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
     for wrong in ({"seed": "7"}, {"seed": True}, {"mode": 1}):
         with pytest.raises(TypeError):
             seed_all(**wrong)

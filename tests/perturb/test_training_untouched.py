@@ -14,16 +14,19 @@ KEPT = ("losses", "grad_norms", "gradients", "parameters", "optimizer", "rng")
 CASES = [
     ("tp2", "{budget: all}"),
     ("pp2", "{budget: all, stage: backward}"),
-    ("recompute", "{budget: all}"),
     ("recompute", "{budget: all, stage: backward}"),
     ("moe", "{budget: all}"),
+    ("single", "{}"),
+    ("single", "{budget: all, mode: no_change}"),
+]
+# The same oath for everything else, when all is tested.
+MORE = [
+    ("recompute", "{budget: all}"),
     ("moe", "{budget: all, stage: backward, mode: add_noise}"),
     ("tp2_sp", "{budget: all, stage: backward}"),
-    ("single", "{}"),
     ("single", "{budget: all, mode: add_noise}"),
     ("single", "{budget: all, mode: bit_noise}"),
     ("single", "{budget: all, mode: change_value}"),
-    ("single", "{budget: all, mode: no_change}"),
     ("single", "{budget: all, mode: to_cpu}"),
     ("single", "{profile: msprobe, mode: change_value}"),
     ("single", "{profile: msprobe, mode: no_change, list: [add, matmul, softmax], stage: backward}"),
@@ -38,7 +41,11 @@ def rows_of(out):
     return [row for file in files for row in pq.read_table(file).to_pylist()]
 
 
-@pytest.mark.parametrize(("layout", "section"), CASES, ids=[f"{a}-{b}" for a, b in CASES])
+@pytest.mark.parametrize(
+    ("layout", "section"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    ids=[f"{a}-{b}" for a, b in (*CASES, *MORE)],
+)
 def test_check_changes_no_bit(jobs, tmp_path, layout, section):
     plain = jobs.plain(layout)
     (tmp_path / "probe.yaml").write_text(f"strict: true\nperturb: {section}\n")
@@ -79,3 +86,17 @@ def test_recompute_is_examined_once(tmp_path):
     seen = [(row["name"], row["microbatch"], row["phase"]) for row in rows_of(out)]
     assert len(seen) == len(set(seen)) == 4 * 4  # layers, microbatches
     assert {phase for _, _, phase in seen} == {"forward"}
+
+
+def test_what_the_dump_sees_does_not_change(tmp_path):
+    """Calls and modules that are run again are no calls of the training code."""
+    (tmp_path / "both.yaml").write_text("strict: true\nsteps: [1]\ndump: {level: mix}\nperturb: {budget: all}\n")
+    (tmp_path / "dump.yaml").write_text("strict: true\nsteps: [1]\ndump: {level: mix}\n")
+    names = []
+    for which in ("both", "dump"):
+        argv = [*flags_of("single", dropout=True), "--msprobe-config", str(tmp_path / f"{which}.yaml")]
+        run_forked(1, train_and_keep, [*argv, "--msprobe-output", str(tmp_path / which)])
+        table = pq.read_table(tmp_path / which / "step_000001/rank_00000/records.parquet")
+        names.append(table.select(["name", "io", "path", "microbatch", "phase", "numel"]).to_pylist())
+    assert names[0] == names[1]
+    assert rows_of(tmp_path / "both")

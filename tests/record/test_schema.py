@@ -51,6 +51,7 @@ def test_kinds_and_phases_are_those_of_the_design() -> None:
         [
             *("activation", "gradient", "parameter", "grad_unreduced", "grad_reduced", "grad_clipped"),
             *("optimizer_state", "update", "comm", "data", "loss", "perturb", "check", "throughput"),
+            "scalar",  # numbers of a rank that are neither a loss nor a speed: learning rate, entropy of attention
         ]
     )
 

@@ -57,7 +57,10 @@ def test_what_comes_after_a_fault_agrees_again(replayed):
     assert result.first_divergence.name == "decoder.layers.2.mlp.linear_fc2"
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "cp2", "mbs1_dp2", "pp2_recompute"])
+_LONG = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("cp2", "pp2_recompute")]
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "mbs1_dp2", *_LONG])
 def test_a_clean_job_agrees_and_was_fed(replayed, layout):
     runs, fed = replayed("single", layout)
     run = open_run(fed)
@@ -77,6 +80,7 @@ def test_a_clean_job_agrees_and_was_fed(replayed, layout):
     assert {r["max_abs"] for r in hidden} == {0.0}
 
 
+@pytest.mark.slow
 def test_a_run_of_another_micro_batch_size(replayed):
     runs, fed = replayed("mbs1", "tp2_sp")
     result = compare(open_run(runs.saved("mbs1")), open_run(fed))

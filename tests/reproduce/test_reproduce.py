@@ -66,7 +66,10 @@ def reproduced(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize(("golden", "other"), [("single", "tp2_sp"), ("single", "pp2_vpp2"), ("moe", "ep2")])
+@pytest.mark.parametrize(
+    ("golden", "other"),
+    [("single", "tp2_sp"), ("single", "pp2_vpp2"), pytest.param("moe", "ep2", marks=pytest.mark.slow)],
+)
 def test_jobs_that_began_differently_agree(reproduced, golden, other):
     left, right = (open_run(reproduced(layout)[0]) for layout in (golden, other))
     result = compare(left, right)

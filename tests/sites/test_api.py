@@ -302,3 +302,28 @@ def test_operators_of_a_namespace_are_seen(watch):
     sink, _ = watch(nn.Module())
     torch.ops.msprobe_test.twice(torch.ones(2))
     assert any("twice" in key[1] for key in sink.rows), sink.rows.keys()
+
+
+def test_a_fault_at_the_entry_of_compiled_code_leaves_it_running(monkeypatch):
+    from msprobe_megatron.sites import compiled_regions, mode_stack
+
+    compile_ = getattr(torch.compile, "__wrapped__", torch.compile)
+    function = compile_(lambda x: F.silu(x) * x, backend="eager")
+    x = torch.randn(4)
+    want = function(x)
+    faults = []
+    regions = compiled_regions.CompiledRegions(
+        torch.overrides.BaseTorchFunctionMode(), lambda *fault: faults.append(fault)
+    )
+    regions.install()
+
+    def broken(mode):
+        raise KeyError("injected")
+
+    monkeypatch.setattr(mode_stack, "is_on", broken)
+    try:
+        assert torch.equal(function(x), want)
+    finally:
+        regions.remove()
+    assert faults and all(where == "entry of compiled code" for _, where in faults)
+    assert torch._dynamo.eval_frame.set_eval_frame is torch._C._dynamo.eval_frame.set_eval_frame

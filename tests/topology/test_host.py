@@ -1,5 +1,6 @@
 import argparse
 import json
+import types
 
 from msprobe_megatron.topology import host
 
@@ -15,6 +16,7 @@ def test_secrets_are_masked_and_names_that_only_look_alike_are_not():
         kv_channels=16,
         key_file_count=3,
         nested={"api-key": "abc", "lr": 0.1},
+        from_yaml=types.SimpleNamespace(wandb=types.SimpleNamespace(api_key="abc"), lr=0.1),
     )
     plain = host.plain(arguments)
     text = json.dumps(plain)
@@ -23,6 +25,7 @@ def test_secrets_are_masked_and_names_that_only_look_alike_are_not():
     assert plain["moe_token_dispatcher_type"] == "alltoall"
     assert plain["kv_channels"] == 16
     assert plain["nested"] == {"api-key": "***", "lr": 0.1}
+    assert plain["from_yaml"] == {"wandb": {"api_key": "***"}, "lr": 0.1}
 
 
 def test_objects_become_text_and_the_rest_stays_json():

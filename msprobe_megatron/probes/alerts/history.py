@@ -115,7 +115,8 @@ class History:
     def _in_order(self, series: Numbers, count: int) -> Floats:
         """The values of series that have this many, oldest first."""
         first = self._total[series] % self.window if count == self.window else np.zeros(len(series), np.int64)
-        return self._values[series[:, None], (first[:, None] + np.arange(count)) % self.window].astype(np.float64)
+        values: Floats = self._values[series[:, None], (first[:, None] + np.arange(count)) % self.window]
+        return values.astype(np.float64)
 
     def _grow(self, series: int) -> None:
         have = len(self._total)

@@ -6,7 +6,7 @@ A rule sees columns and never the training; what it keeps from step to step is b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from msprobe_megatron.config import Alert
 from msprobe_megatron.config.expressions import parse_expression
 from msprobe_megatron.probes.alerts.history import Steps, Usual
 from msprobe_megatron.probes.alerts.seen import Columns, Flags, Floats, Numbers
+from msprobe_megatron.record.schema import Row
 
 ENOUGH = 8
 """Steps of a series that must have been seen before it is judged against them."""
@@ -129,9 +130,9 @@ class Spike(Rule):
     def judge(self, step: Step) -> list[Hit]:
         """Every row whose size is further from the median, on the scale of logarithms, than both bounds."""
         columns = step.columns
-        chosen = np.flatnonzero(step.chosen & _floating(columns) & ~np.isin(columns["name"], _SETTINGS))
+        chosen = np.flatnonzero(step.chosen & columns.floating & ~np.isin(columns["name"], _SETTINGS))
         losses = (columns["kind"] == "loss") & (columns["name"] != "grad_norm")
-        logs, ratios = logarithms(columns), np.zeros(len(losses))
+        logs, ratios = columns.sizes, np.zeros(len(losses))
         ratios[chosen] = self._ratios(losses[chosen])
         low, high = self._history.bounds(step.series[chosen])
         with np.errstate(invalid="ignore"):
@@ -164,8 +165,8 @@ class Vanish(Rule):
     def judge(self, step: Step) -> list[Hit]:
         """Every row whose size is below the share of the median that the threshold gives, or whose zeros jumped."""
         columns = step.columns
-        chosen = np.flatnonzero(step.chosen & (columns["numel"] > 0) & _floating(columns))
-        bad, logs, share = columns["n_nan"] + columns["n_inf"], logarithms(columns), columns["zeros"]
+        chosen = np.flatnonzero(step.chosen & (columns["numel"] > 0) & columns.floating)
+        bad, logs, share = columns["n_nan"] + columns["n_inf"], columns.sizes, columns["zeros"]
         _, high = self._history.bounds(step.series[chosen])
         with np.errstate(invalid="ignore"):
             small = chosen[(logs[chosen] - high < self._ratio) & (bad[chosen] == 0)]
@@ -187,23 +188,35 @@ class Vanish(Rule):
 class DeadExpert(Rule):
     """An expert that no token reached: its reduced gradients are zero, or, where there are none, its activations."""
 
+    def __init__(self, alert: Alert) -> None:
+        super().__init__(alert)
+        self._known: tuple[Sequence[Row], dict[str, tuple[list[int], list[int]]]] | None = None
+
     def judge(self, step: Step) -> list[Hit]:
         """The first row of every expert of which all that is known in this step is zero or empty."""
-        rows = step.columns.seen.rows
+        experts = self._experts(step.columns.seen.rows)
+        if not experts:
+            return []
         zero = (step.columns["n_zero"] >= step.columns["numel"]) | (step.columns["numel"] == 0)
-        experts: dict[str, dict[bool, list[int]]] = {}
-        for i in np.flatnonzero(step.chosen):
-            row = rows[i]
-            found = _EXPERT.match(row.name) if row.kind in ("activation", *_GRADIENTS) else None
-            if found is not None:
-                experts.setdefault(found[0], {}).setdefault(row.kind in _REDUCED, []).append(int(i))
         hits = []
-        for name, known in experts.items():
+        for name, rows in experts.items():
             # What ranks of the same expert have added up knows of all tokens; an activation only of this rank's.
-            evidence = known.get(True) or known[False]
-            if all(zero[i] for i in evidence):
-                hits.append(Hit(int(evidence[0]), 0.0, f"no token reached {name} in this step"))
+            reduced, others = ([i for i in some if step.chosen[i]] for some in rows)
+            evidence = reduced or others
+            if evidence and all(zero[i] for i in evidence):
+                hits.append(Hit(evidence[0], 0.0, f"no token reached {name} in this step"))
         return hits
+
+    def _experts(self, rows: Sequence[Row]) -> dict[str, tuple[list[int], list[int]]]:
+        """Rows of each expert: reduced gradients, and all else that tokens leave traces in."""
+        if self._known is None or self._known[0] is not rows:
+            found: dict[str, tuple[list[int], list[int]]] = {}
+            for i, row in enumerate(rows):
+                match = _EXPERT.match(row.name) if row.kind in ("activation", *_GRADIENTS) else None
+                if match is not None:
+                    found.setdefault(match[0], ([], []))[row.kind not in _REDUCED].append(i)
+            self._known = (rows, found)
+        return self._known[1]
 
 
 class Replica(Rule):
@@ -229,21 +242,6 @@ def make_rule(alert: Alert, histories: dict[int, Steps]) -> Rule:
         **{"dead_expert": DeadExpert, "replica": Replica},
     }
     return simple[alert.rule](alert)
-
-
-def logarithms(columns: Columns) -> Floats:
-    """Logarithm of every root mean square: minus infinity for zeros, NaN where something is not finite or not there.
-
-    Not of the norm: an expert gets more tokens in one step than in another.
-    """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        mean = np.log(columns["sumsq"] / columns["numel"]) / 2
-        return np.where(columns["n_nan"] + columns["n_inf"] == 0, mean, np.nan)
-
-
-def _floating(columns: Columns) -> Flags:
-    """Rows of floating-point numbers; counts of tokens and masks have no usual size."""
-    return np.array(["float" in dtype for dtype in columns["dtype"]], bool)
 
 
 def _enough(history: Steps) -> int:

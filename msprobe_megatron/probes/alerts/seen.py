@@ -64,22 +64,49 @@ class Columns(Mapping[str, Any]):
 
         columns = Columns(rows)
         columns["norm"]         # NaN where a row has no figures
+
+    What does not change with the figures is taken from `fixed`, columns of the same list of rows, if there are any.
     """
 
-    def __init__(self, seen: StepRows) -> None:
+    def __init__(self, seen: StepRows, fixed: Columns | None = None) -> None:
         self.seen = seen
         self._made: dict[str, Any] = {}
-        slots = np.fromiter((row.slot for row in seen.rows), np.int64, len(seen.rows))
+        self._fixed: dict[str, Any] = fixed._fixed if fixed is not None and fixed.seen.rows is seen.rows else {}
+        slots = self._fixed.get("slot")
+        if slots is None:
+            slots = self._fixed["slot"] = np.fromiter((row.slot for row in seen.rows), np.int64, len(seen.rows))
         # One line more than there are slots, at -1, for rows without figures.
-        self._floats = np.concatenate((seen.floats, np.full((1, 5), np.nan)))[slots]
-        self._counts = np.concatenate((seen.counts, np.full((1, 4), -1)))[slots]
+        self._floats: Floats = np.concatenate((seen.floats, np.full((1, 5), np.nan)))[slots]
+        self._counts: Numbers = np.concatenate((seen.counts, np.full((1, 4), -1)))[slots]
         self.measured: Flags = self._counts[:, 0] >= 0
 
     def __getitem__(self, name: str) -> Any:
-        found = self._made.get(name)
+        kept = self._fixed if name in _OF_THE_ROWS else self._made
+        found = kept.get(name)
         if found is None:
-            found = self._made[name] = _MAKERS[name](self)
+            found = kept[name] = _MAKERS[name](self)
         return found
+
+    @property
+    def floating(self) -> Flags:
+        """Rows of floating-point numbers; counts of tokens and masks have no usual size."""
+        found = self._fixed.get("floating")
+        if found is None:
+            found = self._fixed["floating"] = np.array(["float" in row.dtype for row in self.seen.rows], bool)
+        return np.asarray(found)
+
+    @property
+    def sizes(self) -> Floats:
+        """Logarithm of every root mean square: minus infinity for zeros, NaN where something is not finite or absent.
+
+        Not of the norm: an expert gets more tokens in one step than in another.
+        """
+        found = self._made.get("sizes")
+        if found is None:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                mean = np.log(self["sumsq"] / self["numel"]) / 2
+                found = self._made["sizes"] = np.where(self["n_nan"] + self["n_inf"] == 0, mean, np.nan)
+        return np.asarray(found)
 
     def __iter__(self) -> Any:
         return iter(_MAKERS)
@@ -152,3 +179,6 @@ def _field(make: Callable[[Columns, Any], Any], which: Any, columns: Columns) ->
 
 
 _MAKERS = _makers()
+_OF_THE_ROWS = frozenset(
+    {"kind", "name", "io", "path", "phase", "op", "dtype", "numel", "microbatch", "seq", "layer"},
+)

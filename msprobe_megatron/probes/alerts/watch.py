@@ -14,7 +14,7 @@ import numpy as np
 
 from msprobe_megatron.config import Alert
 from msprobe_megatron.probes.alerts.history import Steps
-from msprobe_megatron.probes.alerts.rules import Hit, Rule, Step, logarithms, make_rule
+from msprobe_megatron.probes.alerts.rules import Hit, Rule, Step, make_rule
 from msprobe_megatron.probes.alerts.seen import Columns, Flags, Numbers, SeriesNumbers
 from msprobe_megatron.record.schema import Row
 from msprobe_megatron.record.watching import StepRows
@@ -38,13 +38,15 @@ class Alerts:
         self._histories: dict[int, Steps] = {}
         self._rules = [_Watched(make_rule(alert, self._histories)) for alert in alerts]
         self._numbers = SeriesNumbers()
+        self._last: Columns | None = None
         self.fired: Counter[str] = Counter()
 
     def saw(self, rows: StepRows) -> None:
         """A watched step is over: judge it, tell of the first of each rule, remember its norms."""
         if not rows.rows:
             return
-        columns, series = Columns(rows), self._numbers.of(rows.rows)
+        columns = self._last = Columns(rows, self._last)
+        series = self._numbers.of(rows.rows)
         for watched in list(self._rules):
             try:
                 found = watched.news(columns, series)
@@ -55,9 +57,8 @@ class Alerts:
                 self._rules.remove(watched)
                 self._failed(f"alert {watched.rule.alert.rule} is off after a fault: {type(error).__name__}: {error}")
         if self._histories:
-            logs = logarithms(columns)
             for history in self._histories.values():
-                history.add(series, logs)
+                history.add(series, columns.sizes)
 
 
 class _Watched:

@@ -22,6 +22,9 @@ _CALL, _EXAMINED = 5.0, 600.0
 _SPEED = {"cpu": (4e4, 6e4)}
 _FAST = (1e6, 1e8)
 _BACKWARD = 3.0
+_ROWS_ONLY = 4 * _EXAMINED
+# Calls are not spread evenly over steps, and files are written too.
+_MARGIN = 0.7
 _EXPERT = re.compile(r"experts\.\d+")
 
 
@@ -45,9 +48,11 @@ def cost_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     terms = terms_of(kind, args, result) if kind == "gemm" and isinstance(result, torch.Tensor) else 1
     by_bytes, by_products = _SPEED.get(device, _FAST)
     slow = 1.5 if kind in ("softmax", "norm", "elementwise") and device == "cpu" else 1.0
-    own = _CALL + slow * moved / by_bytes + (out * terms / by_products if kind == "gemm" else 0.0)
-    again = own * (_BACKWARD if stage == "backward" else 1.0)
-    return Cost(own, _EXAMINED + again + 2 * moved / by_bytes)
+    products = out * terms / by_products if kind == "gemm" else 0.0
+    own = _CALL + slow * moved / by_bytes + products
+    # What is examined is taken to be slow where its speed is uncertain, what is not to be fast.
+    again = (_CALL + 4 * slow * moved / by_bytes + products) * (_BACKWARD if stage == "backward" else 1.0)
+    return Cost(own, _EXAMINED + 2.5 * again + 4 * moved / by_bytes)
 
 
 class Plan:
@@ -61,12 +66,14 @@ class Plan:
 
     def __init__(self, costs: dict[str, Cost], share: float, microbatches: int = 1, units: int = 0) -> None:
         fixed = {name: cost for name, cost in costs.items() if not _EXPERT.search(name)}
-        step = microbatches * (_BACKWARD * sum(c.call for c in fixed.values()) + _BACKWARD * _CALL * len(fixed))
+        # A call of the forward has a backward of twice its cost; one of the backward itself is two thirds of its like.
+        weights = {name: _BACKWARD / 2 if "/backward/" in name else _BACKWARD for name in fixed}
+        step = microbatches * sum(weights[name] * (cost.call + _CALL) for name, cost in fixed.items())
         self.step_microseconds = step
-        self.limit = share * step
+        self.limit = _MARGIN * share * step
         # A call whose repetition alone would take the share of a step is examined by its rows only.
         self._large = {name for name, cost in fixed.items() if cost.examined - _EXAMINED > self.limit}
-        needed = sum(_EXAMINED if name in self._large else cost.examined for name, cost in fixed.items())
+        needed = sum(_ROWS_ONLY if name in self._large else cost.examined for name, cost in fixed.items())
         self.rounds = _round_up(max(1.0, needed / max(self.limit, 1e-9)))
         self.microbatches = microbatches
         self._bins: list[list[str]] = [[] for _ in range(self.rounds)]

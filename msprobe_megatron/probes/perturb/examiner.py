@@ -55,6 +55,8 @@ class Examiner:
         self.watch_gradients: Callable[..., None] | None = None
         self.makers: set[str] = set()
         """Modules that have made a call that is meant."""
+        self.most = 1 << 17
+        """Rows that may wait for the next file."""
         self.found: list[Examined] = []
         self.cannot: Counter[str] = Counter()
         self.reasons: dict[str, str] = {}
@@ -145,6 +147,10 @@ class Examiner:
         self, case: Case, name: str, in_step: int, where: Any, path: str, check: checks.Check | None = None
     ) -> None:
         """Put a case through the check of the mode (or another one) and keep what is known of it."""
+        if len(self.found) >= self.most:
+            self.cannot["no room"] += 1
+            self.reasons["no room"] = "limits.host_memory is too small for so many rows between two files"
+            return
         number, line = self._figures.take()
         try:
             (check or self._check)(case, line)

@@ -14,6 +14,8 @@ from msprobe_megatron.probes.perturb.safety import CannotRun, Guard, Refused, re
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _cuda: Any = torch.cuda
+_FUNCTION: Any = torch.autograd.Function
+_APPLY = _FUNCTION.__dict__["apply"]
 # Kinds of calls that have run under the guard in this process without a refusal; true whoever asks.
 _PROVEN: set[Any] = set()
 _MOST_KINDS = 1 << 14
@@ -110,13 +112,15 @@ def restore_states(before: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def hooks_off(module: nn.Module) -> Iterator[None]:
-    """While a module runs again: no hook of anybody's is told of it."""
+    """While a module runs again: no hook of anybody's is told of it, and no site that watches `Function.apply`."""
     kept = [(part, name, getattr(part, name)) for part in module.modules() for name in _HOOKS if getattr(part, name)]
     for part, name, hooks in kept:
         setattr(part, name, type(hooks)())
+    apply, _FUNCTION.apply = _FUNCTION.__dict__["apply"], _APPLY
     try:
         yield
     finally:
+        _FUNCTION.apply = apply
         for part, name, hooks in kept:
             setattr(part, name, hooks)
 
