@@ -75,9 +75,12 @@ def _table(section: type, readers: Any) -> str:
 
 
 def _default(field: "dataclasses.Field[Any]", key: str) -> str:
-    if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-        return "(needed)"
-    value = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+    value: Any = field.default
+    if value is dataclasses.MISSING:
+        make: Any = field.default_factory
+        if make is dataclasses.MISSING:
+            return "(needed)"
+        value = make()
     return _cell(f"`{_written(value, key)}`") if value not in (None, "") else ""
 
 

@@ -10,7 +10,13 @@ from msprobe_megatron.analyse.diagnose import Diagnosis, Finding
 from msprobe_megatron.report.terminal import console, span
 from msprobe_megatron.report.terminal_compare import stack_lines
 
-_STYLES = {"non_finite": "bold red", "replicas": "bold red", "skipped_step": "yellow", "alert": "yellow", "suspect": "red"}
+_STYLES = {
+    "non_finite": "bold red",
+    "replicas": "bold red",
+    "skipped_step": "yellow",
+    "alert": "yellow",
+    "suspect": "red",
+}
 
 
 def print_diagnosis(result: Diagnosis, out: Console | None = None) -> None:
