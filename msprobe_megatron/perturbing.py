@@ -211,7 +211,12 @@ class Perturbing(Part):
         """Steps that never came, and patterns that nothing had."""
         found = missing_steps(self._job.config.steps, self.steps, last_step, selects_nothing=False)
         unmatched = self._examiner.selection.unmatched() if self.steps else []
-        return found + [f"perturb: {text!r} matches no call or module of this rank" for text in unmatched]
+        found += [f"perturb: {text!r} matches no call or module of this rank" for text in unmatched]
+        alone = self._targets.left_alone()
+        if self.steps and alone and not self.examined + len(self._examiner.found):
+            name, why = next(iter(alone.items()))
+            found.append(f"perturb: nothing was examined; {name} ({why}) and {len(alone) - 1} more are never run twice")
+        return found
 
     def ledger(self) -> dict[str, Any]:
         """What was examined, refused and found."""

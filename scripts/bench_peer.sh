@@ -15,7 +15,7 @@ python=$MSPROBE_PYTHON
 out=${1:-bench_out}
 shift || true
 benches=("$@")
-[ ${#benches[@]} -gt 0 ] || benches=(dump volume perturb monitor scaling compare)
+[ ${#benches[@]} -gt 0 ] || benches=(dump layers volume perturb monitor scaling compare)
 mkdir -p "$out"
 export OMP_NUM_THREADS=1
 

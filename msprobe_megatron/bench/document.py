@@ -13,9 +13,10 @@ from typing import Any
 
 from msprobe_megatron.report.bench import machine_text, markdown_table
 
-ORDER = ("dump", "volume", "perturb", "monitor", "scaling", "compare")
+ORDER = ("dump", "layers", "volume", "perturb", "monitor", "scaling", "compare")
 TITLES = {
     "dump": "Dump (seed 000, first table)",
+    "layers": "Cost by depth: 24 and 192 layers",
     "volume": "Volume and write speed of tensors (seeds 000 and 001)",
     "perturb": "Perturb (seed 002)",
     "monitor": "Monitor (seed 003)",

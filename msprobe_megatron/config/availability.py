@@ -12,14 +12,14 @@ from msprobe_megatron.config.schema import ProbeConfig
 
 # Key path, or key path=value -> why, and what is accepted. A path alone is refused whenever it asks for
 # something: a section that is there, a list that is not empty, a number above 0, anything but false.
-NOT_YET: dict[str, str] = {
-}
+NOT_YET: dict[str, str] = {}
 
 
 def refuse_unavailable(config: ProbeConfig, context: Context) -> None:
     """Raise ``ConfigError`` for the first thing asked that this release does not do; name the others.
 
-    Example: ``dump: {level: debug}`` is refused with ``dump.level: 'debug' is not available in this release: …``.
+    Example: with ``dump.level=debug`` in the table, ``dump: {level: debug}`` is refused with ``dump.level: 'debug' is
+    not available in this release: …``.
     """
     refused = [(entry, path, value) for entry in NOT_YET for path, value in _asked(config, entry)]
     if not refused:

@@ -24,7 +24,7 @@ from msprobe_megatron.record.watching import StepRows, Watcher
 
 MOST_STEPS = 100
 """Watched steps in a file."""
-MOST_ROWS = 50_000
+MOST_ROWS = 20_000
 """Rows in a file; what waits to be written takes 72 bytes a row."""
 REFRESH_SECONDS = 10.0
 """A file that is not full is written all the same when this has passed."""
@@ -75,6 +75,8 @@ class MonitorFile:
         table = pa.concat_tables([steps_table(rows, steps, identity) for rows, steps in self._runs])
         path = f"monitor/rank_{identity['rank']:05d}/steps_{self._first:06d}_{self._last:06d}.parquet"
         size = directory.write_table(path, table)
+        del table
+        pa.default_memory_pool().release_unused()  # a training job has better use for it until the next file
         grown, self._written_bytes = size - self._written_bytes, size
         self._unwritten, self._written_at = 0, self._now()
         return max(0, grown)
