@@ -63,6 +63,8 @@ class Run:
         """All rows (of one step) of all ranks; raises RunError if there are none."""
         paths = list(dict.fromkeys(str(path) for number, _, path in self.files if step is None or number == step))
         if not paths:
+            if self.perturb:
+                raise RunError(f"{self.path}: only examined operators were recorded; see msprobe-megatron diagnose")
             asked = "" if step is None else f" of step {step}; recorded steps: {self.steps or 'none'}"
             raise RunError(f"{self.path}: no rows{asked}")
         connection = connection if connection is not None else duckdb.connect()

@@ -8,6 +8,7 @@ from typing import Any
 from msprobe_megatron.analyse.disagreements import disagreements
 from msprobe_megatron.analyse.load import Run, RunError
 from msprobe_megatron.analyse.merge import merged
+from msprobe_megatron.analyse.monitor_files import steps_of
 from msprobe_megatron.record.events import read_events
 from msprobe_megatron.topology.layers import layer_of
 
@@ -62,6 +63,8 @@ def summarise(run: Run, step: int | None = None) -> Summary:
         summarise(open_run("probe_out")).lines[0].rows
     """
     chosen = [entry for entry in run.files if step is None or entry[0] == step]
+    if not run.files:  # a run that only examined operators
+        chosen = [(number, part.rank, part.path) for part in run.perturb for number in steps_of(part)]
     lines: list[Line] = []
     unmerged: dict[str, int] = {}
     total = 0
@@ -76,6 +79,7 @@ def summarise(run: Run, step: int | None = None) -> Summary:
             raise
         if not run.perturb and _expects_rows(run):
             run.problems.append(str(error))
+        total = len(run.perturb_rows()) if run.perturb else 0
     return Summary(
         path=str(run.path),
         world=int(run.facts.get("world", 1)),

@@ -161,9 +161,12 @@ def train_until_a_rank_dies(argv):
     """Rank 1 is gone, without a word, after the forward of step 2; rank 0 finds out when it waits for it."""
     from msprobe_megatron.demo.pretrain_gpt import run
     from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.dispatch import DISPATCHER
 
     def during(iteration):
         if iteration == 3 and os.environ["RANK"] == "1":
+            for session in DISPATCHER.sessions():
+                session.writer.flush(60)  # steps that are finished
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
