@@ -22,6 +22,8 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
 _INTEGER = re.compile(r"[-+]?[0-9]{1,18}")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]{1,40}|[0-9]{1,40}(?:\.[0-9]{0,40}|(?=[eE])))(?:[eE][-+]?[0-9]{1,4})?")
+_NARROW = {"，": ",", "：": ":", "｛": "{", "｝": "}"}
+_WIDE = re.compile(r'"(?:[^"\\\n]|\\.)*"|[，：｛｝]')
 _WORDS = {
     "": None,
     "~": None,
@@ -50,11 +52,18 @@ def parse_document_text(text: str, source: str) -> Any:
     """
     if text.lstrip().startswith("{"):
         # JSON is YAML except for a few corners (tabs, surrogate pairs), so JSON's own reader goes first.
-        try:
-            return _from_json(text, Context(source))
-        except (ValueError, RecursionError):
-            pass
+        # Files copied out of a document in Chinese carry its punctuation along, which JSON has no other use for.
+        for candidate in dict.fromkeys((text, _ascii_punctuation(text))):
+            try:
+                return _from_json(candidate, Context(source))
+            except (ValueError, RecursionError):
+                continue
     return _from_yaml(text, Context(source))
+
+
+def _ascii_punctuation(text: str) -> str:
+    """The text with ASCII signs for full-width ones outside of strings."""
+    return _WIDE.sub(lambda found: _NARROW.get(found[0], found[0]), text)
 
 
 def _read_text(source: str) -> str:

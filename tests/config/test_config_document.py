@@ -93,7 +93,7 @@ def test_empty():
         ("a: \x00", ["YAML or JSON"]),
         ("a: \x07", ["YAML or JSON"]),
         ('a: "\\UFFFFFFFF"', ["YAML or JSON"]),
-        ('{"a": 1，"b": 2}', ["full-width", "，"]),
+        ('{"a": [1，"b": 2}', ["full-width", "，"]),
         ("[" * 5000, ["too deeply", str(MAX_DEPTH)]),
         ('{"a":' * 5000, ["too deeply", str(MAX_DEPTH)]),
         ('{"a":' * 40 + "1" + "}" * 40, ["too deeply", str(MAX_DEPTH)]),

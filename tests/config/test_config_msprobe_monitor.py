@@ -36,10 +36,15 @@ def test_baseline(probe):
     assert probe(BASELINE, "config.json", allow_unavailable=False).monitor == config.monitor
 
 
-def test_baseline_as_printed_has_wide_commas(refused):
-    message = refused(BASELINE.replace("},\n", "}，\n"), "config.json")
-    assert "line 4" in message or "line 3" in message
-    assert "full-width ，" in message
+def test_baseline_as_printed_has_wide_commas(probe):
+    printed = BASELINE.replace("},\n", "}，\n")
+    assert printed != BASELINE
+    assert probe(printed, "config.json").monitor == probe(BASELINE, "config.json").monitor
+
+
+def test_wide_signs_inside_of_strings_are_left_alone(probe):
+    (target,) = probe('{"targets": {"a，b": {}}，"module_ranks": "0"}', "config.json").monitor.targets
+    assert target.name == "a，b"
 
 
 HONOURED = [
