@@ -64,7 +64,7 @@ class Plan:
         plan.chosen(0)         # names of the calls of the first step after the one that was only seen
     """
 
-    def __init__(self, costs: dict[str, Cost], share: float, microbatches: int = 1, units: int = 0) -> None:
+    def __init__(self, costs: dict[str, Cost], share: float, microbatches: int = 1) -> None:
         fixed = {name: cost for name, cost in costs.items() if not _EXPERT.search(name)}
         # A call of the forward has a backward of twice its cost; one of the backward itself is two thirds of its like.
         weights = {name: _BACKWARD / 2 if "/backward/" in name else _BACKWARD for name in fixed}
