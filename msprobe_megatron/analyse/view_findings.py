@@ -10,7 +10,10 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from msprobe_megatron.analyse.anomalies import anomalies
 from msprobe_megatron.analyse.diagnose import diagnose
+from msprobe_megatron.analyse.load import Run
+from msprobe_megatron.analyse.suspects import suspects
 from msprobe_megatron.analyse.view_table import View
 
 
@@ -64,6 +67,14 @@ def verdict_of(view: View, replicas: dict[str, Any], warnings: Collection[str]) 
         heads.append(f"Replicas disagree since step {first}")
         tone = "bad"
         steps.append(first)
+    for finding, head in (_alerts(view.run), _suspects(view.run)):
+        if head:
+            findings.append(finding)
+            heads.append(head)
+            tone = "bad"
+            steps += [finding.step] if finding.step is not None else []
+    told = anomalies(view.run)
+    warnings = [text for text in warnings if not any(anomaly.tells(text) for anomaly in told)]
     if warnings:
         text = "; ".join(list(warnings)[:3]) + ("; …" if len(warnings) > 3 else "")
         findings.append(Finding("note", "The record is incomplete", text, f"msprobe-megatron summary {path}"))
@@ -97,6 +108,33 @@ def _replicas(replicas: dict[str, Any], command: str) -> Finding:
         f"norm {held}. {replicas['names']} names are concerned."
     )
     return Finding("bad", "Replicas disagree", text, command, first["key"], int(first["step"]))
+
+
+def _alerts(run: Run) -> tuple[Finding, str]:
+    """The first alert in order of cause, and how many there are."""
+    found = anomalies(run)
+    if not found:
+        return Finding("good", "", ""), ""
+    first = found[0]
+    more = f" {len(found) - 1} more follow." if len(found) > 1 else ""
+    step = first.event.get("step")
+    what = str(first.event.get("rule", first.event.get("event")))
+    command = f"msprobe-megatron diagnose {shlex.quote(str(run.path))}"
+    text = f"{first.text}.{more}"
+    at = int(step) if isinstance(step, int) else None
+    return Finding("bad", "Alerts", text, command, "", at), f"Alert since step {step}: {what}"
+
+
+def _suspects(run: Run) -> tuple[Finding, str]:
+    """The worst operator that perturb found, and what to do about it."""
+    found = suspects(run)
+    if not found:
+        return Finding("good", "", ""), ""
+    first = found[0]
+    more = f" {len(found) - 1} more are in the log." if len(found) > 1 else ""
+    text = f"{first.text}. How sure: {first.sure}.{more} Next: {first.next}."
+    command = f"msprobe-megatron diagnose {shlex.quote(str(run.path))}"
+    return Finding("bad", "Suspect operators", text, command), f"Suspect operator: {first.name}"
 
 
 def few(ranks: list[int]) -> str:

@@ -179,7 +179,7 @@ def test_the_process_ends_as_it_would_and_what_waits_is_written(tmp_path, end):
         [sys.executable, str(script), str(probe(tmp_path, "L0"))],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == code, done.stderr
