@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from msprobe_megatron.bench.nets import NETS, measure_net
 from msprobe_megatron.bench.options import Options, measured
-from msprobe_megatron.bench.turns import PLAIN
-from msprobe_megatron.bench.workloads import WORKLOADS
+from msprobe_megatron.bench.turns import PLAIN, Workload
+from msprobe_megatron.bench.workloads import ARCHITECTURES, WORKLOADS, workload_of
 
 ABOUT = (
     "CPU time and peak memory of a training step over those of the same step without the kit, taking turns in one"
@@ -56,6 +57,16 @@ BUDGET: dict[str, dict[str, Any]] = {
     "check_forward_budget": _check(),
     "check_backward_budget": _check("backward"),
 }
+# For other models than the demo GPT.
+MODEL_VARIANTS: dict[str, dict[str, Any]] = {
+    name: EVERY_STEP[name]
+    for name in (
+        "check_forward_softmax",
+        "check_forward_all",
+        "check_backward_softmax",
+        "fix_forward_improve_precision",
+    )
+}
 TARGETS = {
     **{"h512:check_forward_softmax": 1.1, "h64:check_forward_softmax": 1.5},
     **{"h512:check_forward_budget": 1.06, "h64:check_forward_budget": 1.1},
@@ -76,6 +87,8 @@ def bench(options: Options) -> list[dict[str, Any]]:
 
         bench(Options(Path("bench_out"), only="h64"))
     """
+    if options.model is not None:
+        return _models(options)
     lines: list[dict[str, Any]] = []
     for name, (turns, steps, many) in _SIZES.items():
         for workload in options.chosen([replace(WORKLOADS[name], turns=turns, steps=steps, warm_up=2)]):
@@ -84,4 +97,19 @@ def bench(options: Options) -> list[dict[str, Any]]:
             lines += [line for line in measured(whole, BUDGET, options) if not line["name"].endswith(f":{PLAIN}")]
     for line in lines:
         line["target"] = TARGETS.get(line["name"])
+    return lines
+
+
+def _models(options: Options) -> list[dict[str, Any]]:
+    """The seed's language models, small, a ResNet and a DiT: `--model NAME`, or `--model all`."""
+    known = [*ARCHITECTURES, *NETS]
+    lines: list[dict[str, Any]] = []
+    for name in known if options.model == "all" else [n for n in known if n == options.model]:
+        turns = options.turns or 3
+        if name in NETS:
+            workload = Workload(name, "", turns, 4, warm_up=2)
+            results = measure_net(workload, MODEL_VARIANTS, options.out, options.progress)
+            lines += [result.as_dict() for result in results]
+        else:
+            lines += measured(replace(workload_of(name, turns, 3), warm_up=2), MODEL_VARIANTS, options)
     return lines
