@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Hostile inputs for as long as you like: damaged run directories, msprobe dumps, overlays of recipes, checkpoints and
+# Hostile inputs for as long as you like: damaged run directories, msprobe dumps, overlays of recipes and
 # probe files, every round with new ones. No answer but our own errors, nothing written elsewhere.
 #
 #   bash scripts/fuzz.sh [SECONDS]      default: one hour
