@@ -194,10 +194,13 @@ class Dumping(Part):
 
     def before_optimizer(self) -> None:
         """The optimizer is about to step: parameters and gradients are final."""
+        # A plain loop has no schedule that ends; what the optimizer calls is not of the model there either.
+        self.calls_end()
         # Gradient buffers are written by collectives and fused kernels, which no version counter tells of.
         self._probe.memory_changed()
         if self.level != "debug":
-            self._parameters.collect()
+            with own_work():
+                self._parameters.collect()
 
     def finish(self, complete: bool) -> None:
         """The step is over: its rows go to the writer."""

@@ -60,8 +60,11 @@ def _targets(reports: Mapping[str, Mapping[str, Any]]) -> str:
             target = line.get("target")
             if target is None:
                 continue
-            at_least = line.get("target_is") == "at least"
-            value = line.get("measured", line.get("ratio"))
+            # What is asked of a line is its ratio, or what it has instead of one.
+            key = next((key for key in ("ratio", "GB_a_second", "share", "seconds", "error") if line.get(key)), None)
+            if key is None:
+                continue
+            at_least, value = key in ("GB_a_second", "share"), line[key]
             met = value >= target if at_least else value <= target
             sign = "≥" if at_least else "≤"
             lines.append(
