@@ -25,10 +25,10 @@ TITLES = {
 }
 _HEAD = """# Benchmarks
 
-Made by `bash scripts/bench_peer.sh`, which installs the published msprobe (mindstudio-probe 26.2.0, and 8.3.3 for the
-free benchmark) beside the kit and runs every bench. `msprobe-megatron bench WHAT` makes one of the tables on your own
-machine. Ratios are to no tool at all. Lines named `plain_torch:` are a decoder in plain torch, the only model that both
-tools can run; all others are the demo GPT of megatron-core.
+Each table is the output of the command above it. `bash scripts/bench_peer.sh` installs the published msprobe (mindstudio-probe
+26.2.0, and 8.3.3 for the free benchmark) beside the kit, runs every bench in full and writes this file; `msprobe-megatron bench WHAT`
+makes one of the tables on your own machine. Ratios are to no tool at all. Lines named `plain_torch:` are a decoder in plain
+torch, the only model that both tools can run; all others are the demo GPT of megatron-core.
 """
 
 

@@ -63,7 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
         if not results:
             print(f"bench {arguments.what}: nothing is called {arguments.only or arguments.model!r}", file=sys.stderr)
             return CANNOT
-        report = {"bench": arguments.what, "machine": machine(), "about": chosen.ABOUT, "results": results}
+        report = {
+            "bench": arguments.what,
+            "command": _command(arguments),
+            "machine": machine(),
+            "about": chosen.ABOUT,
+            "results": results,
+        }
         if arguments.profile:
             report["profiles"] = profiles(chosen, results, options.out)
         if arguments.out:
@@ -73,6 +79,16 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_costs(report)
     return OK
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """What was typed, without the places of this machine."""
+    words = ["msprobe-megatron bench", arguments.what]
+    for name in ("only", "turns", "ranks", "model"):
+        value = getattr(arguments, name)
+        words += [f"--{name} {value}"] if value is not None else []
+    words += ["--peer-python PYTHON"] if arguments.peer_python else []
+    return " ".join(words)
 
 
 def _progress(text: str) -> None:
