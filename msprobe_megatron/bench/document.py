@@ -25,10 +25,11 @@ TITLES = {
 }
 _HEAD = """# Benchmarks
 
-Each table is the output of the command above it. `bash scripts/bench_peer.sh` installs the published msprobe (mindstudio-probe
-26.2.0, and 8.3.3 for the free benchmark) beside the kit, runs every bench in full and writes this file; `msprobe-megatron bench WHAT`
-makes one of the tables on your own machine. Ratios are to no tool at all. Lines named `plain_torch:` are a decoder in plain
-torch, the only model that both tools can run; all others are the demo GPT of megatron-core.
+Each table is the output of the command above it. `bash scripts/bench_peer.sh` installs the published msprobe
+(mindstudio-probe 26.2.0, and 8.3.3 for the free benchmark) beside the kit, runs every bench in full and writes this
+file; `msprobe-megatron bench WHAT` makes one of the tables on your own machine. Ratios are to no tool at all. Lines
+named `plain_torch:` are a decoder in plain torch, the only model that both tools can run; all others are the demo GPT
+of megatron-core.
 """
 
 
@@ -43,13 +44,12 @@ def document(folder: Path) -> str:
     if reports:
         parts.append(machine_text(next(iter(reports.values()))["machine"]))
     for name in ORDER:
-        if name in reports:
-            parts += [
-                f"## {TITLES[name]}",
-                f"`msprobe-megatron bench {name}`",
-                markdown_table(reports[name]["results"]),
-            ]
-            parts += [reports[name]["about"], *_why(reports[name])]
+        if name not in reports:
+            continue
+        report = reports[name]
+        command = report.get("command", f"msprobe-megatron bench {name}")
+        parts += [f"## {TITLES[name]}", f"`{command}`", markdown_table(report["results"]), report["about"]]
+        parts += [f"Load of the machine at its end: {report['machine']['load']:.1f}.", *_why(report)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
