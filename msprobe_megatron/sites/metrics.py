@@ -56,7 +56,7 @@ class MetricSite:
                 if not wanted(entry.name):
                     continue
                 kind = type(entry.module).__name__
-                if "attention" in asked and kind in _ATTENTION:
+                if "attention" in asked and kind in _ATTENTION and not _cut_sequence(entry.module):
                     self._add("attention", entry, self._attention(entry, index))
                 elif "router" in asked and kind.endswith("Router") and hasattr(entry.module, "weight"):
                     self._add("router", entry, self._router(entry, index))
@@ -110,6 +110,8 @@ class MetricSite:
                 return  # several sequences in one: rows of them cannot be told apart here
             if query.dim() == _POSITIONS and isinstance(key, torch.Tensor):
                 mask = given.get("attention_mask")
+                if isinstance(mask, torch.Tensor) and not _fits(mask, query.shape[0], key.shape[0]):
+                    return  # of positions that are not those of these keys
                 self._metrics.attention(entry.name, chunk, module, query, key, mask, microbatch)
 
         return self._hook(entry.name, known, look)
@@ -142,3 +144,12 @@ class MetricSite:
                 self._fault(error, f"metrics of {name}")
 
         return hook
+
+
+def _cut_sequence(module: nn.Module) -> bool:
+    """Whether other ranks hold the keys of a part of the sequence: entropy over the rest would be another figure."""
+    return getattr(getattr(module, "config", None), "context_parallel_size", 1) > 1
+
+
+def _fits(mask: torch.Tensor, rows: int, columns: int) -> bool:
+    return mask.dim() >= _MATRIX and mask.shape[-2] in (1, rows) and mask.shape[-1] in (1, columns)

@@ -7,7 +7,7 @@ from tests.distributed.test_bit_exact import same
 from tests.forked import run_forked
 from tests.monitor.conftest import EVERYTHING, rows_of
 
-QUICK = ("tp2_sp", "pp2_vpp2", "dp2_distopt", "ep2")
+QUICK = ("tp2_sp", "pp2_vpp2", "dp2_distopt", "cp2", "ep2")
 SLOW = tuple(name for name in LAYOUTS if name not in QUICK)
 
 
