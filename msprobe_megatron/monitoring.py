@@ -244,7 +244,7 @@ class Monitoring(Part):
             found.append(f"monitor: no step was watched: the last one was {last_step}")
         if self._job.where.pp_size == 1:  # another stage may have what this one has not
             found += [
-                f"monitor.metrics: {name}: no module here that can show it" for name, n in self._metrics.found.items() if not n
+                f"monitor.metrics: {name}: nothing here shows it" for name, n in self._metrics.found.items() if not n
             ]
         if self.asked.targets and not self._modules.watched and not len(self._watched):
             found.append("monitor.targets: nothing of it is on this rank")
