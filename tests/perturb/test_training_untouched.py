@@ -34,6 +34,14 @@ MORE = [
     ("single", "{preheat: true, preheat_steps: 2}"),
     ("single", "{modules: [core_attention, linear_qkv, linear_fc2, layernorm, mlp]}"),
 ]
+# Every mode and stage in every layout.
+_MODES = ("improve_precision", "add_noise", "bit_noise", "change_value", "no_change", "to_cpu")
+CROSS = [
+    (layout, f"{{budget: all, mode: {mode}, stage: {stage}}}")
+    for layout in ("tp2", "pp2", "recompute", "moe")
+    for mode in _MODES
+    for stage in ("forward", "backward")
+]
 
 
 def rows_of(out):
@@ -43,8 +51,8 @@ def rows_of(out):
 
 @pytest.mark.parametrize(
     ("layout", "section"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
-    ids=[f"{a}-{b}" for a, b in (*CASES, *MORE)],
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in (*MORE, *CROSS))],
+    ids=[f"{a}-{b}" for a, b in (*CASES, *MORE, *CROSS)],
 )
 def test_check_changes_no_bit(jobs, tmp_path, layout, section):
     plain = jobs.plain(layout)
