@@ -12,7 +12,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -44,16 +44,27 @@ def measure_in_processes(
     }
     path = out / f"{workload.name}_task.json"
     path.write_text(json.dumps(task), encoding="utf-8")
+    run_ranks([sys.executable, "-m", "msprobe_megatron.bench.processes", str(path)], ranks, f"bench {workload.name}")
+    tables = [json.loads(_result_file(path, rank).read_text(encoding="utf-8")) for rank in range(ranks)]
+    return together(tables)
+
+
+def run_ranks(command: Sequence[str], ranks: int, what: str) -> None:
+    """Run a command once a rank, as torchrun would on one machine; raises with the end of what a failed one said.
+
+    Example::
+
+        run_ranks([sys.executable, "train.py"], ranks=2, what="bench scaling")
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    shared.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     jobs = []
     for rank in range(ranks):
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        env.update({key: str(value) for key, value in places.items()})
-        command = [sys.executable, "-m", "msprobe_megatron.bench.processes", str(path)]
-        jobs.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+        env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        jobs.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
     try:
         ends = [job.communicate(timeout=_PATIENCE_SECONDS)[1] for job in jobs]
     finally:
@@ -61,9 +72,7 @@ def measure_in_processes(
             job.kill()
     for job, text in zip(jobs, ends, strict=True):
         if job.returncode:
-            raise RuntimeError(f"bench {workload.name}: a process ended with {job.returncode}: {text[-2000:]}")
-    tables = [json.loads(_result_file(path, rank).read_text(encoding="utf-8")) for rank in range(ranks)]
-    return together(tables)
+            raise RuntimeError(f"{what}: a process ended with {job.returncode}: {text[-2000:]}")
 
 
 def together(tables: list[list[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -6,14 +6,12 @@ any finished runs. Under torchrun on several nodes, run the job yourself with `m
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from msprobe_megatron.bench.options import Options
+from msprobe_megatron.bench.processes import run_ranks
 
 ABOUT = (
     "Local batch fixed, data parallel; median of the seconds between steps of the slowest rank. Processes that share"
@@ -24,7 +22,6 @@ _FLAGS = (
     " --normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0"
 )
 _STEPS = 24
-_PATIENCE_SECONDS = 900
 
 
 def bench(options: Options) -> list[dict[str, Any]]:
@@ -70,23 +67,8 @@ def run_job(folder: Path, processes: int, steps: int) -> Path:
     probe.write_text(
         "monitor: {activations: false, gradients: false, optimizer: false, data: true}\n", encoding="utf-8"
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     flags = f"{_FLAGS} --global-batch-size {2 * processes} --train-iters {steps} --log-interval 1000000"
     command = [sys.executable, "-m", "msprobe_megatron.demo.pretrain_gpt", *flags.split()]
     command += ["--msprobe-config", str(probe), "--msprobe-output", str(folder)]
-    jobs = []
-    for rank in range(processes):
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        env.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
-        jobs.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
-    try:
-        ends = [job.communicate(timeout=_PATIENCE_SECONDS)[1] for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    for job, text in zip(jobs, ends, strict=True):
-        if job.returncode:
-            raise RuntimeError(f"bench scaling: a process ended with {job.returncode}: {text[-2000:]}")
+    run_ranks(command, processes, "bench scaling")
     return folder

@@ -58,8 +58,12 @@ def test_what_is_no_script_says_so(tmp_path, content):
         read_script(path)
 
 
-@pytest.mark.parametrize("text", ['A="', "A=(", "--x 'unclosed", "A=$A\n--y $A", ""])
-def test_broken_scripts_end_quietly(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [('A="', {}), ("A=(", {}), ("--x 'unclosed", {"x": "'unclosed"}), ("A=$A\n--y $A", {"y": "$A"}), ("", {})],
+)
+def test_broken_scripts_end_quietly(tmp_path, text, arguments):
     path = tmp_path / "x.sh"
     path.write_text(text)
-    read_script(path)
+    found = read_script(path)
+    assert (found.arguments, found.environment) == (arguments, {})

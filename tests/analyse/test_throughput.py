@@ -11,6 +11,7 @@ import pytest
 from msprobe_megatron.analyse.load import RunError, open_run
 from msprobe_megatron.analyse.throughput import WARM_UP, layout_text, scaling, throughput
 from msprobe_megatron.bench.scaling import run_job
+from msprobe_megatron.report.html.page import page_data
 from msprobe_megatron.report.scaling import plot
 
 
@@ -39,6 +40,16 @@ def test_numbers_are_those_of_the_rows(runs):
     assert found.samples_per_second == pytest.approx(4 / times[slowest])
     assert found.tokens_per_second == pytest.approx(4 * 128 / times[slowest])
     assert found.memory_bytes == max(r["sum"] for r in rows if r["name"] == "host_bytes")
+
+
+def test_time_and_memory_of_every_rank_are_on_the_page(runs):
+    grid = page_data(open_run(runs[1]))["ranks"]
+    rows = [row for row in rows_of(runs[1]) if row["kind"] == "throughput"]
+    for rank in (0, 1):
+        here = [row for row in rows if row["rank"] == rank]
+        seconds = np.median([row["sum"] for row in here if row["name"] == "interval_seconds"])
+        assert grid[rank]["seconds"] == pytest.approx(seconds, rel=1e-5)
+        assert grid[rank]["memory"] == max(row["sum"] for row in here if row["name"] == "host_bytes")
 
 
 def test_speed_up_and_efficiency(runs):
