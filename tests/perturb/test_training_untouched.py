@@ -85,6 +85,19 @@ def test_a_limited_run_does_not_hang(jobs, tmp_path):
     assert {row["rank"] for row in rows_of(out)} == {0}
 
 
+def test_modules_that_are_never_run_twice_are_said(tmp_path):
+    """What was asked and could not be examined is no silence: this module ends in a collective."""
+    (tmp_path / "probe.yaml").write_text("perturb: {mode: no_change, modules: [linear_fc2]}\n")
+    out = tmp_path / "out"
+    argv = [*flags_of("tp2", dropout=True), "--msprobe-config", str(tmp_path / "probe.yaml")]
+    run_forked(2, train_and_keep, [*argv, "--msprobe-output", str(out)], timeout=60)
+    assert rows_of(out) == []
+    for rank in (0, 1):
+        ledger = json.loads((out / f"ranks/rank_{rank:05d}.json").read_text())["ledger"]
+        (said,) = ledger["not_happened"]
+        assert "nothing was examined; decoder.layers.0.mlp.linear_fc2 (collective)" in said
+
+
 def test_recompute_is_examined_once(tmp_path):
     """Each call of a layer that is run twice has one row a microbatch."""
     (tmp_path / "probe.yaml").write_text("strict: true\nsteps: [0]\nperturb: {list: [softmax]}\n")

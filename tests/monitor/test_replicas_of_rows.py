@@ -1,0 +1,16 @@
+"""Readers know which of the monitor's rows are replicas: gradients before their reduction are not."""
+
+import pytest
+
+from msprobe_megatron.analyse.load import open_run
+from msprobe_megatron.analyse.view_ranks import disagreements
+from msprobe_megatron.analyse.view_table import open_view
+
+
+@pytest.mark.parametrize("job", ["dp4", "ep2"])
+def test_a_healthy_job_has_no_replicas_that_disagree(watched, job):
+    run = open_run(watched.job(job)[0])
+    ((count,),) = run.rows().filter("kind = 'grad_unreduced'").aggregate("count(*)").fetchall()
+    assert count > 0
+    found = disagreements(open_view(run))
+    assert [(entry["kind"], entry["name"]) for entry in found["first"]] == []
