@@ -41,12 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CANNOT
 
 
+_READERS = ("duckdb", "_duckdb", "pyarrow")
+
+
+def _raised_in(error: Exception) -> str:
+    """The package whose code raised: readers of files answer to some damage with bare RuntimeErrors."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0]
+
+
 def _for_the_user(error: Exception) -> str | None:
     """What to print instead of a traceback, for errors that are about the user's files and not about our code."""
     module = type(error).__module__.partition(".")[0]
     if module == "msprobe_megatron":
         return str(error)
-    if module in ("duckdb", "_duckdb"):
+    if module in _READERS or _raised_in(error) in _READERS:
         return f"a file of rows is damaged or not one of ours: {' '.join(str(error).split())[:200]}"
     return None
 

@@ -34,6 +34,19 @@ _LOCAL = '{"digest": "local"}'  # numbered within the shard: such a digest does 
 _tuple: Callable[[type[Sighting], tuple[Any, ...]], Sighting] = tuple.__new__
 
 
+class _Page:
+    """What one step fills. A new one for each, so that a thread that outlives a step writes to nobody's."""
+
+    __slots__ = ("hashes", "rows", "saved", "seen", "weights")
+
+    def __init__(self) -> None:
+        self.rows: list[Sighting] = []
+        self.seen = SeenTensors()
+        self.weights = SeenTensors()  # nothing but the optimizer changes them: measured and saved once a step
+        self.hashes: dict[int, str] = {}
+        self.saved: dict[int | None, str] = {}
+
+
 class DumpProbe:
     """Rows of statistics for what the `dump` section of the probe file asks.
 
@@ -54,25 +67,22 @@ class DumpProbe:
     ) -> None:
         self._config, self._clock, self._slots, self._where = config, clock, slots, where or Coordinates()
         self._matchers = {text: _matcher(text) for text in config.list}
-        self._seen = SeenTensors()
-        self._weights = SeenTensors()  # nothing but the optimizer changes them: measured and saved once a step
+        self._page = _Page()
         self._numbered = config.digest is True or config.sketch > 0
         self._measure = Measurer(slots, digest=config.digest is True, sketch=config.sketch)
         self._numberings: dict[int, tuple[Numbering | None, str | None, Layout]] = {}
         self._hash = HASHES.get(config.digest) if isinstance(config.digest, str) else None
-        self._hashes: dict[int, str] = {}
         self._measures = config.task != "structure"
         self._packs = packs if config.task == "tensor" or config.tensor_list else None
         self._kept = [_matcher(text) for text in config.tensor_list]
         self._keeps: dict[str, bool] = {}
-        self._saved: dict[int | None, str] = {}
-        self._rows: list[Sighting] = []
         self._sites_file = SitesFile()
         self._columns = Columns()
         self._dtypes: dict[torch.dtype, str] = {}
         self.matched: set[str] = set()
         self.fired: Counter[str] = Counter()
         self.unmeasured = 0
+        self.late = 0
 
     def wants(self, name: str) -> bool:
         """Whether a module or parameter of this name is selected by `list` and `layers`."""
@@ -101,21 +111,22 @@ class DumpProbe:
         chosen = self._config.microbatches
         if chosen is not None and microbatch is not None and microbatch not in chosen:
             return
+        page = self._page
         layout = place.layouts.get(tensor.shape) or place.layout(tensor.shape)
         numbering, extra = self._numbers(layout) if self._numbered else (None, None)
         slot: int | None = -1
         if self._measures:
             key = key_of(tensor, numbering and id(numbering))
-            seen = self._weights if tensor.__class__ is nn.Parameter else self._seen
+            seen = page.weights if tensor.__class__ is nn.Parameter else page.seen
             slot = seen.get(key)
             if slot is None:
                 slot = self._measured(tensor, key, numbering, seen)
                 if slot == _NO_ROOM:
                     return
-            if self._packs is not None and slot >= 0 and slot not in self._saved:
-                self._save(place.name, tensor, slot)
+            if self._packs is not None and slot >= 0 and slot not in page.saved:
+                self._save(place.name, tensor, slot, page)
             if self._hash is not None:
-                extra = self._hashed(tensor, slot)
+                extra = self._hashed(tensor, slot, page)
         if place.extra is not None:
             extra = place.extra if extra is None else f"{place.extra[:-1]}, {extra[1:]}"
         clock = self._clock
@@ -123,8 +134,11 @@ class DumpProbe:
         clock.seq = seq + 1
         dtype = tensor.dtype
         name = self._dtypes.get(dtype) or self._dtype_name(dtype)
-        tensor_key = self._saved.get(slot) if self._packs is not None else None
-        self._rows.append(_tuple(Sighting, (seq, microbatch, phase, place, layout, name, slot, extra, tensor_key)))
+        tensor_key = page.saved.get(slot) if self._packs is not None else None
+        if page is not self._page:
+            self.late += 1  # a thread of the host went on while the step ended: its slot is another's by now
+            return
+        page.rows.append(_tuple(Sighting, (seq, microbatch, phase, place, layout, name, slot, extra, tensor_key)))
 
     def _numbers(self, layout: Layout) -> tuple[Numbering | None, str | None]:
         """Numbering of the elements, and a mark for the row when it is not that of the whole tensor."""
@@ -135,12 +149,12 @@ class DumpProbe:
             self._numberings[id(layout)] = found
         return found[:2]
 
-    def _hashed(self, tensor: torch.Tensor, slot: int) -> str | None:
+    def _hashed(self, tensor: torch.Tensor, slot: int, page: _Page) -> str | None:
         if slot < 0 or self._hash is None:
             return None
-        text = self._hashes.get(slot)
+        text = page.hashes.get(slot)
         if text is None:
-            text = self._hashes[slot] = json.dumps({self._config.digest: self._hash(tensor)})
+            text = page.hashes[slot] = json.dumps({self._config.digest: self._hash(tensor)})
         return text
 
     def _measured(self, tensor: torch.Tensor, key: Any, numbering: Numbering | None, seen: SeenTensors) -> int:
@@ -153,14 +167,14 @@ class DumpProbe:
         self.unmeasured += 1
         return -1
 
-    def _save(self, name: str, tensor: torch.Tensor, slot: int) -> None:
+    def _save(self, name: str, tensor: torch.Tensor, slot: int, page: _Page) -> None:
         """Put a copy into the pack: of all tensors, or of those whose names are in `tensor_list`."""
         keep = not self._kept
         if not keep:
             keep = self._keeps.get(name, False) if name in self._keeps else any(match(name) for match in self._kept)
             self._keeps[name] = keep
         if keep and self._packs is not None:
-            self._saved[slot] = self._packs.add(self._clock.step, tensor)
+            page.saved[slot] = self._packs.add(self._clock.step, tensor)
 
     def _dtype_name(self, dtype: torch.dtype) -> str:
         name = self._dtypes[dtype] = str(dtype).removeprefix("torch.")
@@ -173,21 +187,20 @@ class DumpProbe:
             "fired": dict(self.fired),
             "unmeasured": self.unmeasured,
             "no_room": self._slots.dropped,
+            "late": self.late,
             "kernel": self._measure.kernel,
         }
 
     def memory_changed(self) -> None:
         """Something was written that version counters do not tell of: measure everything anew."""
-        self._seen.invalidate()
+        self._page.seen.invalidate()
 
     def finish(self, complete: bool, sites: dict[str, Any]) -> StepBatch:
         """The step's rows, ready for the writer; the probe is empty again."""
-        rows, self._rows = self._rows, []
+        # Before the slots are sealed: whoever notes a row on this page took its slot while the page was open.
+        page, self._page = self._page, _Page()
+        rows = page.rows
         self.fired.update(map(_kind_of, rows))
-        self._seen.forget_all()
-        self._weights.forget_all()
-        self._hashes.clear()
-        self._saved.clear()
         if self._packs is not None:
             self._packs.finish()
         only = self._config.task == "nonfinite"

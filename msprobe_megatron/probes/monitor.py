@@ -80,6 +80,8 @@ class MonitorProbe:
         self._counted: tuple[list[Row], int] = (self._rows, 0)
         self.file = MonitorFile(config.every)
         self.unmeasured = 0
+        self.late = 0
+        self._steps = 0
 
     # What sites ask.
 
@@ -103,16 +105,16 @@ class MonitorProbe:
 
     def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
         """Measure a tensor, unless it was measured a moment ago."""
-        if tensor.numel() < _WORTH_REMEMBERING:
+        steps = self._steps
+        key = key_of(tensor) if tensor.numel() >= _WORTH_REMEMBERING else None
+        slot = self._seen.get(key) if key is not None else None
+        if slot is None:
             slot = self._measured(tensor)
-        else:
-            key = key_of(tensor)
-            found = self._seen.get(key)
-            if found is None:
-                found = self._measured(tensor)
-                if found >= 0:
-                    self._seen.put(key, tensor, found)
-            slot = found
+            if steps != self._steps:
+                self.late += 1  # a thread of the host went on while the step ended: its slot is another's by now
+                return
+            if slot >= 0:
+                self._seen.put(key, tensor, slot)
         self._note(place, tensor, microbatch, phase, slot)
 
     def see_digest(self, place: Place, tensor: torch.Tensor, microbatch: int | None) -> None:
@@ -166,6 +168,7 @@ class MonitorProbe:
 
     def finish(self) -> MonitorBatch:
         """The step's rows, ready for the writer; the probe is ready for the next step."""
+        self._steps += 1
         if self._at < len(self._keys):
             self._part_from(self._at)
         self._seen.forget_all()
@@ -199,6 +202,7 @@ class MonitorProbe:
             "fired": dict(self.fired()),
             "unmeasured": self.unmeasured,
             "no_room": self._slots.dropped,
+            "late": self.late,
             "kernel": self._measure.kernel,
         }
 

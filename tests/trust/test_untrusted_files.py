@@ -47,6 +47,20 @@ def damage(path, source):
     path.write_bytes(bytes(data))
 
 
+@pytest.mark.parametrize("command", ["summary", "diagnose", "report"])
+def test_names_of_columns_that_are_no_text(good_run, tmp_path, capsys, command):
+    """The readers of Parquet answer with bare errors of their own: still one line, and no traceback."""
+    shutil.copytree(good_run, tmp_path / "run")
+    for path in (tmp_path / "run").rglob("records.parquet"):
+        data = path.read_bytes()
+        assert b"microbatch" in data
+        path.write_bytes(data.replace(b"microbatch", b"micro\xffatch"))
+    assert main([command, str(tmp_path / "run")]) == 2
+    printed = capsys.readouterr()
+    assert len(printed.err.strip().splitlines()) == 1
+    assert "Traceback" not in printed.err
+
+
 @pytest.mark.parametrize("command", ["summary", "diagnose", "patches"])
 def test_damaged_run_directories(good_run, tmp_path, capsys, command):
     """No traceback: exit codes 0, 1 or 2, and one line when it cannot be done."""

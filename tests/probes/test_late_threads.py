@@ -1,0 +1,52 @@
+"""A thread of the host that is still measuring when the step ends: its row belongs to no step any more."""
+
+import json
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from msprobe_megatron import attach
+from tests.integrations.rows import faults, rows
+
+
+@pytest.mark.parametrize(
+    ("section", "part"), [("dump: {level: L0}", "dump"), ("monitor: {every: 1, activations: true}", "monitor")]
+)
+def test_a_measurement_that_ends_after_its_step(tmp_path, section, part):
+    (tmp_path / "probe.yaml").write_text(f"output: {tmp_path}/out\n{section}\n")
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = attach(model, optimizer, tmp_path / "probe.yaml")
+    probe = next(one for one in session.parts.all if one.name == part)._probe
+    measure, measured, step_over = probe._measure, threading.Event(), threading.Event()
+
+    class Slow:
+        def __getattr__(self, name):
+            return getattr(measure, name)
+
+        def __call__(self, tensor, *rest):
+            done = measure(tensor, *rest)
+            if threading.current_thread() is thread and not step_over.is_set():
+                measured.set()
+                step_over.wait(30)
+            return done
+
+    probe._measure = Slow()
+    thread = threading.Thread(target=model[0], args=(torch.ones(32, 64),))
+    for step in range(2):
+        model(torch.full((32, 64), 0.5)).sum().backward()
+        if step == 0:
+            thread.start()
+            assert measured.wait(30)
+        optimizer.step()
+        step_over.set()
+        thread.join(30)
+    session.close()
+    assert faults(tmp_path / "out") == ([], [])
+    ledger = json.loads((tmp_path / "out/ranks/rank_00000.json").read_text())["ledger"]
+    assert ledger.get(part, ledger)["late"] == 1
+    if part == "dump":  # the second step holds its own rows and no other's
+        seen = [row for row in rows(tmp_path / "out", 1) if row["kind"] == "activation" and row["io"] == "input"]
+        assert sorted(row["name"] for row in seen) == ["0", "1", "model"]
