@@ -12,7 +12,7 @@ import torch
 
 from msprobe_megatron.analyse.elements import Apart, View, add_views
 from msprobe_megatron.checkpoints.canonical import cut_of
-from msprobe_megatron.checkpoints.held import PARAMETER, Checkpoint, Held
+from msprobe_megatron.checkpoints.held import PARAMETER, Checkpoint, Held, reading
 from msprobe_megatron.measure.numbered import numbered_into
 
 EQUAL, DIFFERS, ONLY_LEFT, ONLY_RIGHT, LAYOUT = "equal", "differs", "only_left", "only_right", "layout"
@@ -97,7 +97,8 @@ def _one(kind: str, name: str, a: Held, b: Held, tolerance: float) -> TensorDiff
         reason = f"shape {a.shape} against {b.shape}"
     if reason:
         return TensorDiff(kind, name, LAYOUT, reason=reason)
-    x, y = a.load(), b.load()
+    with reading(f"{kind} {name}"):
+        x, y = a.load(), b.load()
     if padded is not None:
         x, y = x[:padded], y[:padded]
     apart = Apart()
@@ -125,8 +126,10 @@ def _masters(side: Checkpoint) -> list[str]:
         master, weight = side.tensors[kind, name], side.tensors.get((PARAMETER, name))
         if kind != "master" or weight is None or master.reason or weight.reason or master.shape != weight.shape:
             continue
-        rounded = weight.load()
-        if not torch.equal(master.load().to(rounded.dtype), rounded):
+        with reading(f"{kind} {name}"):
+            rounded = weight.load()
+            same = torch.equal(master.load().to(rounded.dtype), rounded)
+        if not same:
             wrong.append(name)
     some = f"{wrong[0]}{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}" if wrong else ""
     return [f"the optimizer's master weights are not the weights: {some}"] if wrong else []

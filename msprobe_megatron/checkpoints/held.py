@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,24 @@ Key = tuple[str, str]
 
 class CheckpointError(Exception):
     """A directory that cannot be read as a checkpoint; the text says what is wrong with which file."""
+
+
+@contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Whatever goes wrong while something of a stranger's is read is about that file.
+
+    Example::
+
+        with reading(path):
+            tensor = held.load()
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file can fail anywhere, in torch's unpickler too
+        words = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{what}: damaged, or not a checkpoint: {type(error).__name__}: {words}") from error
 
 
 @dataclass(frozen=True)

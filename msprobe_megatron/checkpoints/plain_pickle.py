@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _LARGEST = 1 << 31
+_LARGEST_KEY = 1000
 
 
 class PickleError(Exception):
@@ -84,7 +85,7 @@ class _Machine:
             **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda n: self._memo.__setitem__(n, self.stack[-1])),
             **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda n: self.stack.append(self._memo[n])),
             "GLOBAL": lambda text: self.stack.append(Record(text.replace(" ", "."))),
-            "STACK_GLOBAL": lambda _: self.stack.append(Record(".".join(map(str, self._last(2))))),
+            "STACK_GLOBAL": lambda _: self.stack.append(Record(".".join(map(_text, self._last(2))))),
             **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda _: self._made()),
             "BUILD": lambda _: self._built(),
         }
@@ -123,7 +124,7 @@ class _Machine:
         if table is None:
             raise PickleError("entries for something that is no dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            table[_hashable(key)] = value
+            table[_hashable(key, [_LARGEST_KEY])] = value
 
     def _made(self) -> None:
         maker, arguments = self._last(2)
@@ -142,9 +143,18 @@ class _Machine:
             target.state["state"] = state
 
 
-def _hashable(key: Any) -> Any:
-    """Keys of a dictionary: a record counts as itself."""
-    return tuple(_hashable(item) for item in key) if isinstance(key, list | tuple) else key
+def _hashable(key: Any, left: list[int]) -> Any:
+    """Keys of a dictionary: a record counts as itself. `left`: a few bytes of a pickle can stand for 2**40 parts."""
+    left[0] -= 1
+    if left[0] < 0:
+        raise PickleError(f"a key of more than {_LARGEST_KEY} parts")
+    return tuple(_hashable(item, left) for item in key) if isinstance(key, list | tuple) else key
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise PickleError(f"{type(value).__name__} where a name was expected")
+    return value
 
 
 _NOTHING = ("PROTO", "FRAME")

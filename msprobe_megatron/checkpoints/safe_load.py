@@ -15,6 +15,9 @@ import torch
 
 from msprobe_megatron.checkpoints.held import CheckpointError
 
+_MOST_ENTRIES = 1 << 22
+_MOST_REPEATED = 64 << 20
+"""Bytes of a tensor that its file need not hold: one element can be said to stand for 10^12."""
 _KNOWN = ("megatron.", "numpy.", "torch.", "signal.", "collections.", "modelopt.")
 
 
@@ -49,9 +52,31 @@ def load_file(path: Path, trust: bool = False) -> Any:
     allowed: list[Any] = [argparse.Namespace, *(_stand_in(name) for name in names if name != "argparse.Namespace")]
     try:
         with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # the unpickler has its own kinds of errors, which differ between releases
         raise CheckpointError(f"{path}: cannot be read: {_in_short(error)}") from error
+    _refuse_claims(content, path)
+    return content
+
+
+def _refuse_claims(content: Any, path: Path) -> None:
+    """Raise if a few bytes of the file stand for more than anybody has memory for."""
+    entries, waiting = 0, [content]
+    while waiting:
+        value = waiting.pop()
+        entries += 1
+        if entries > _MOST_ENTRIES:
+            raise CheckpointError(f"{path}: holds more than {_MOST_ENTRIES} entries; accepted: what Megatron writes")
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided or value.device.type != "cpu":
+                raise CheckpointError(f"{path}: holds a tensor that is {value.layout} on {value.device}")
+            claimed = value.numel() * value.element_size()
+            if claimed > max(_MOST_REPEATED, value.untyped_storage().nbytes()):
+                raise CheckpointError(f"{path}: a tensor of {claimed} bytes has {value.untyped_storage().nbytes()}")
+        elif isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
 
 
 def load_tensor(file: IO[bytes], source: str) -> torch.Tensor:

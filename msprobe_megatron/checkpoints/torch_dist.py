@@ -34,10 +34,14 @@ def open_torch_dist(directory: Path, iteration: int | None) -> Checkpoint:
     except (OSError, PickleError, AttributeError, TypeError, IndexError) as error:
         raise CheckpointError(f"{index}: cannot be read: {error}") from error
     found = Checkpoint(directory, "torch_dist", iteration)
+    files: dict[Path, int] = {}
     for key, shape in shapes.items():
         held = chunks.get(key, [])
         covered = sum(math.prod(sizes) for _, sizes, _, _, _ in held)
         reason = "" if covered == math.prod(shape) else f"{covered} of {math.prod(shape)} elements are in the files"
+        if covered > _bytes_of(held, files):  # sizes that are only claimed: nothing is made of them
+            found.tensors[_key(key)] = Held(shape, _Loader([], (), shape), "more elements than its files have bytes")
+            continue
         for name, place, rest in _each(key, shape):
             found.tensors[_key(name)] = Held(rest, _Loader(held, place, rest), reason)
     return found
@@ -49,7 +53,7 @@ def _shapes(metadata: Any) -> dict[str, tuple[int, ...]]:
     for key, entry in metadata.get("state_dict_metadata").items():
         size = entry.get("size")
         if isinstance(size, Record):
-            found[str(key)] = _numbers(size)
+            found[_name(key)] = _numbers(size)
     return found
 
 
@@ -57,16 +61,17 @@ def _chunks(metadata: Any, directory: Path) -> dict[str, list[Chunk]]:
     sizes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
     for key, entry in metadata.get("state_dict_metadata").items():
         for chunk in entry.get("chunks") or ():
-            sizes[str(key), _numbers(chunk.get("offsets"))] = _numbers(chunk.get("sizes"))
+            sizes[_name(key), _numbers(chunk.get("offsets"))] = _numbers(chunk.get("sizes"))
     found: dict[str, list[Chunk]] = defaultdict(list)
     for index, where in metadata.get("storage_data").items():
         offset = index.get("offset")
         if not isinstance(offset, Record):
             continue
-        key, at = str(index.get("fqn")), _numbers(offset)
+        key, at = _name(index.get("fqn")), _numbers(offset)
         if (key, at) in sizes:
-            path = directory / str(where.get("relative_path"))
-            if path.parent != directory:
+            name = _name(where.get("relative_path"))
+            path = directory / name
+            if name in ("", ".", "..") or path.parent != directory:
                 raise CheckpointError(f"{directory}: names a file outside of it: {path}")
             found[key].append((at, sizes[key, at], path, int(where.get("offset")), int(where.get("length"))))
     return found
@@ -74,13 +79,31 @@ def _chunks(metadata: Any, directory: Path) -> dict[str, list[Chunk]]:
 
 def _numbers(size: Record) -> tuple[int, ...]:
     """A torch.Size: it was made of one tuple."""
-    return tuple(int(n) for n in (size.arguments[0] if size.arguments else ()))
+    found = tuple(int(n) for n in (size.arguments[0] if size.arguments else ()))
+    if any(not 0 <= n < 1 << 62 for n in found) or len(found) > 64:
+        raise PickleError("a size that no tensor has")
+    return found
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise PickleError(f"{type(value).__name__} where a name was expected")
+    return value
+
+
+def _bytes_of(chunks: list[Chunk], files: dict[Path, int]) -> int:
+    """What of the chunks can be in their files; `files` remembers the sizes of those."""
+    for _, _, path, _, _ in chunks:
+        if path not in files:
+            files[path] = path.stat().st_size if path.is_file() else 0
+    return sum(max(0, min(length, files[path] - first)) for _, _, path, first, length in chunks if first >= 0)
 
 
 def _each(key: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Name, place along the leading dimensions, and remaining shape of every tensor that a key holds."""
-    text, count = stacked(key)
-    if count > len(shape):
+    # Braces in a stranger's name are no places to fill in.
+    text, count = stacked(key.replace("{", "{{").replace("}", "}}"))
+    if count > len(shape) or not math.prod(shape):
         return [(key, (), shape)]
     places = itertools.product(*(range(size) for size in shape[:count]))
     return [(text.format(*place), place, shape[count:]) for place in places]

@@ -35,9 +35,10 @@ def print_diff(result: dict[str, Any], *, everything: bool = False, out: Console
     for name in ("tensor", "of", "relative", "cosine", "digests"):
         table.add_column(name, justify="left" if name in ("tensor", "of", "digests") else "right", no_wrap=True)
     for item in odd if everything else odd[:_SHOWN]:
+        name = item["name"] if len(item["name"]) <= _NAME else f"…{item['name'][-_NAME + 1 :]}"
         table.add_row(
-            item["name"] if len(item["name"]) <= _NAME else f"…{item['name'][-_NAME + 1 :]}",
-            item["kind"],
+            escape(name),
+            escape(item["kind"]),
             "" if item["relative"] is None else f"{item['relative']:.1e}",
             "" if item["cosine"] is None else f"{item['cosine']:.6f}",
             _last(item),
@@ -50,4 +51,4 @@ def print_diff(result: dict[str, Any], *, everything: bool = False, out: Console
 def _last(item: dict[str, Any]) -> str:
     if item["digests"]:
         return " ".join(digest[:8] for digest in item["digests"])
-    return item["reason"] or {"only_left": "only in A", "only_right": "only in B"}.get(item["state"], "")
+    return escape(item["reason"]) or {"only_left": "only in A", "only_right": "only in B"}.get(item["state"], "")
