@@ -15,15 +15,17 @@ import torch
 
 from msprobe_megatron.probes.perturb import checks, twins
 from msprobe_megatron.probes.perturb.checks import Case
-from msprobe_megatron.probes.perturb.classes import HALF, class_of
+from msprobe_megatron.probes.perturb.classes import class_of
 from msprobe_megatron.probes.perturb.examiner import Examiner
-from msprobe_megatron.probes.perturb.figures import REFERENCE
-from msprobe_megatron.probes.perturb.reference import WORKING, judge_rows, nudge, scramble
+from msprobe_megatron.probes.perturb.gradient_reference import rows_of_gradient, whole_gradient
 from msprobe_megatron.probes.perturb.safety import CannotRun, Guard, Refused
-from msprobe_megatron.probes.perturb.sampling import sample
 
 _MOST_NODES = 32
+# Gradients of a tensor that stands in more places are added in an order that is not known.
+_MOST_PLACES = 2
 _own_work = torch._C.DisableTorchFunction
+# Modes that compare with the exact gradient; the others do in backward what they do in forward.
+_EXACT = {"improve_precision": rows_of_gradient, "to_cpu": whole_gradient}
 
 
 class _Waiting:
@@ -32,11 +34,16 @@ class _Waiting:
     def __init__(self, api: str, name: str, in_step: int, where: Any, function: Any, args: Any, kwargs: Any) -> None:
         self.api, self.name, self.in_step, self.where, self.function = api, name, in_step, where, function
         self.args, self.kwargs = twins.convert(args, torch.Tensor.detach), twins.convert(kwargs, torch.Tensor.detach)
-        self.versions = [(x, x._version, x.shape) for x in _tensors((args, kwargs))]
+        self.versions = [(x, x._version, x.shape) for x in twins.tensors_of((args, kwargs))]
+        self._variables = [_variable(x) for x, _, _ in self.versions]
         self.grad_output: torch.Tensor | None = None
         self.missing = 0
         self.gradients: dict[int, torch.Tensor] = {}
         """By number of the tensor among the arguments."""
+
+    def places(self, number: int) -> set[int]:
+        """Where a tensor stands among the arguments: the gradient of `x * x` comes through two of them."""
+        return {place for place, variable in enumerate(self._variables) if variable == self._variables[number]}
 
     def intact(self) -> bool:
         return all(x._version == version and x.shape == shape for x, version, shape in self.versions)
@@ -61,7 +68,7 @@ class BackwardExaminer:
         """Await the gradients of a call that has just been made."""
         if not isinstance(result, torch.Tensor) or result.grad_fn is None or not result.is_floating_point():
             return
-        inputs = _tensors((args, kwargs))
+        inputs = twins.tensors_of((args, kwargs))
         edges = _edges(result.grad_fn, inputs)
         if not edges:
             return
@@ -106,6 +113,8 @@ class BackwardExaminer:
         given = waiting.grad_output
         where = waiting.where._replace(phase="backward")
         for number, live in waiting.gradients.items():
+            if len(waiting.places(number)) > _MOST_PLACES:
+                continue
             case = Case(
                 waiting.api,
                 class_of(waiting.api),
@@ -119,12 +128,14 @@ class BackwardExaminer:
                 "backward",
                 self._examiner.whole_again(waiting.name),
             )
-            ulp = self._examiner.profile == "ulp" and self._asked.mode == "improve_precision"
-            check = self._precision(waiting, number) if ulp else None
-            self._examiner.examine(case, waiting.name, waiting.in_step, where, str(number), check)
+            check = _EXACT.get(self._asked.mode) if self._examiner.profile == "ulp" else None
+            self._examiner.examine(
+                case, waiting.name, waiting.in_step, where, str(number), None if check is None else check(number)
+            )
 
     def _product(self, waiting: _Waiting, number: int) -> checks.Run:
         """The vector-Jacobian product with respect to one of the tensors, as a function of inputs and gradient."""
+        places = waiting.places(number)
 
         def run(some: tuple[Any, ...], more: dict[str, Any]) -> torch.Tensor:
             args, kwargs, given = some
@@ -135,9 +146,10 @@ class BackwardExaminer:
 
                 def leaf(x: torch.Tensor) -> torch.Tensor:
                     x = x.detach()
-                    if next(position) == number:
-                        leaves.append(x.requires_grad_())
-                    return x
+                    if next(position) not in places:
+                        return x
+                    leaves.append(leaves[0] if leaves else x.requires_grad_())
+                    return leaves[0]
 
                 with torch.enable_grad():
                     result = waiting.function(*twins.convert(values[0], leaf), **twins.convert(values[1], leaf))
@@ -156,41 +168,6 @@ class BackwardExaminer:
                 raise CannotRun(f"{type(error).__name__}: {str(error)[:160]}") from error
 
         return run
-
-    def _precision(self, waiting: _Waiting, number: int) -> checks.Check:
-        def check(case: Case, line: torch.Tensor) -> None:
-            if case.again:
-                checks.repeat(case, line)
-            given = waiting.grad_output
-            assert given is not None  # noqa: S101
-            part = sample(waiting.api, case.kind, waiting.args, waiting.kwargs, given, case.rows, backward=True)
-            if part is None or case.live.dtype is torch.float64:
-                return
-            own = _tensors((part.args, part.kwargs))[number]
-            by_row = _tensors((waiting.args, waiting.kwargs))[number].shape == given.shape
-            live = part.cut(case.live) if by_row else None
-            if case.kind == "gemm" and part.batches:
-                live = part.cut(case.live)
-            if live is None and own.shape == case.live.shape and part.cut(given).shape == given.shape:
-                live = case.live
-            if live is None:
-                return  # a sum over all rows, of which only some are computed
-            case.terms = max(part.terms, given.shape[-1] if given.dim() else 1)
-            values = twins.dtypes_asked(part.args, part.kwargs, twins.double)
-            exact = case.run((*values, part.cut(given).double()), {})
-            # What the forward has rounded to 16 bits is what its backward works with.
-            by = torch.finfo(live.dtype).eps / 2 if live.dtype in HALF else 2 * WORKING
-
-            def moved_by(x: torch.Tensor) -> torch.Tensor:
-                return nudge(x, by)
-
-            moved = (*twins.convert(values, moved_by), moved_by(part.cut(given).double()))
-            nudged = case.run(moved, {})
-            scrambled = case.run((*values, scramble(part.cut(given).double())), {})
-            if exact.shape == live.shape:
-                judge_rows(live, exact, nudged, case.kind, case.terms, line[REFERENCE], by, scrambled=scrambled)
-
-        return check
 
 
 def _edges(node: Any, inputs: list[torch.Tensor]) -> list[tuple[int, Any, int]]:
@@ -228,7 +205,6 @@ def _edges(node: Any, inputs: list[torch.Tensor]) -> list[tuple[int, Any, int]]:
     return found
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    twins.convert(value, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
-    return found
+def _variable(x: torch.Tensor) -> Any:
+    """The same for two tensors that autograd takes for one."""
+    return id(x) if x.grad_fn is None else (x.grad_fn, x.output_nr)

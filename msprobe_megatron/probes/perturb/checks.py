@@ -23,7 +23,7 @@ Check = Callable[["Case", torch.Tensor], None]
 _DX, _X, _SUM = PLACE["dx_squares"], PLACE["x_squares"], PLACE["input_sum"]
 _NAN = PLACE["nan_live"]
 _HOST = slice(PLACE["cpu_abs"], PLACE["cpu_balance"] + 1)
-_EXACT = (torch.bfloat16, torch.float16, torch.float32)
+EXACT = (torch.bfloat16, torch.float16, torch.float32)
 _ROOTS = {dtype: strength**0.5 for dtype, strength in noise.STRENGTH.items()}
 BACKWARD_FLOOR = 1e-3
 
@@ -56,7 +56,7 @@ def repeat(case: Case, line: torch.Tensor) -> None:
     second = case.pick(case.run(case.args, case.kwargs))
     if second.shape == case.live.shape and second.dtype == case.live.dtype:
         pair.compare(case.live, second, line)
-    _input_sum(case, line)
+    input_sum(case, line)
 
 
 def precision(case: Case, line: torch.Tensor) -> None:
@@ -64,8 +64,8 @@ def precision(case: Case, line: torch.Tensor) -> None:
     if case.again:
         repeat(case, line)
     else:
-        _input_sum(case, line)
-    if case.live.dtype not in _EXACT or case.live.numel() == 0:
+        input_sum(case, line)
+    if case.live.dtype not in EXACT or case.live.numel() == 0:
         return
     part = sample(case.api, case.kind, case.args, case.kwargs, case.live, case.rows)
     if part is not None:
@@ -75,11 +75,11 @@ def precision(case: Case, line: torch.Tensor) -> None:
 
 def host(case: Case, line: torch.Tensor) -> None:
     """The whole call on the host, in 64 bits."""
-    if case.live.dtype in _EXACT and case.live.numel():
+    if case.live.dtype in EXACT and case.live.numel():
         case.terms = terms_of(case.kind, case.args, case.live)
         part = Sample(case.args, case.kwargs, lambda x: x.to("cpu"), case.terms)
         _exact(case, part, line, lambda x: twins.double(x.to("cpu")))
-    _input_sum(case, line)
+    input_sum(case, line)
 
 
 def _exact(case: Case, part: Sample, line: torch.Tensor, change: twins.Change) -> None:
@@ -105,7 +105,7 @@ def ulp_noise(case: Case, line: torch.Tensor) -> None:
     second = case.pick(case.run(args, kwargs))
     if second.shape == case.live.shape and second.dtype == case.live.dtype:
         pair.compare(case.live, second, line)
-    _input_sum(case, line)
+    input_sum(case, line)
 
 
 def swapped_rows(case: Case, line: torch.Tensor) -> None:
@@ -122,7 +122,7 @@ def swapped_rows(case: Case, line: torch.Tensor) -> None:
         return
     second = case.pick(case.run(twins.convert(case.args, swap), twins.convert(case.kwargs, swap)))
     pair.compare(live, noise.swap_rows(second, 0), line)
-    _input_sum(case, line)
+    input_sum(case, line)
 
 
 def as_msprobe(mode: str) -> Check:
@@ -202,7 +202,7 @@ def _first_changed(
     return twins.convert(args, first), twins.convert(kwargs, first), moved[0] if moved else None
 
 
-def _input_sum(case: Case, line: torch.Tensor) -> None:
+def input_sum(case: Case, line: torch.Tensor) -> None:
     """One number that is not finite if any input has an element that is not; only asked where the result has NaN.
 
     On a device nobody waits to know that: there it is always computed.

@@ -44,6 +44,18 @@ def convert(value: Any, change: Change, depth: int = 0) -> Any:  # noqa: PLR0911
     return value
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in arguments, in the order in which `convert` meets them.
+
+    Example::
+
+        tensors_of(((x, 2), {"weight": w}))      # [x, w]
+    """
+    found: list[torch.Tensor] = []
+    convert(value, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
+    return found
+
+
 def higher(dtype: torch.dtype) -> torch.dtype:
     """The next precision above a floating type; 64 bits have none."""
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
@@ -76,9 +88,7 @@ def has_lower(value: Any) -> bool:
 
         has_lower((torch.ones(1, dtype=torch.bfloat16),))      # True
     """
-    found = []
-    convert(value, lambda x: found.append(x.dtype) or x)  # type: ignore[func-returns-value]
-    return any(dtype in (torch.float16, torch.bfloat16) for dtype in found)
+    return any(x.dtype in (torch.float16, torch.bfloat16) for x in tensors_of(value))
 
 
 def dtypes_asked(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> tuple[tuple[Any, ...], Any]:
