@@ -26,6 +26,7 @@ from msprobe_megatron.record.batches import StepBatch, WriterCounts
 from msprobe_megatron.record.directory import RunDirectory
 from msprobe_megatron.record.schema import IDENTITY_COLUMNS, Row
 from msprobe_megatron.record.sightings import rows_of
+from msprobe_megatron.recorder_calls import AHEAD, Call, RecorderCalls
 
 Batches = tuple[StepBatch, ...]
 
@@ -44,7 +45,10 @@ class FlightRecorder(Part):
     def __init__(self, job: Job, asked: RecorderConfig) -> None:
         self.asked, self._job = asked, job
         self._dump = Dumping(replace(job, submit=self._take), DumpConfig(level="L0", stacks=False))
-        self._ring: deque[StepBatch] = deque(maxlen=asked.keep_steps)
+        # Other ranks call a little late: what led to their step must still be here.
+        self._calls = RecorderCalls(job.directory.path, job.where.rank) if job.where.world > 1 else None
+        self._called: list[Call] = []
+        self._ring: deque[StepBatch] = deque(maxlen=asked.keep_steps + (AHEAD if self._calls is not None else 0))
         self._looked: Batches = ()
         self._bad: set[tuple[str, ...]] = set()
         self._lock = threading.Lock()
@@ -53,7 +57,7 @@ class FlightRecorder(Part):
         self._identity = {name: self._identity[name] for name in IDENTITY_COLUMNS}
         self._last = -1
         self.written: dict[int, str] = {}
-        self._times = self._too_large = 0
+        self._times = self._too_large = self._missed = 0
         self._notes = LAST_WORDS.add(self._ending, signals="signal" in asked.on)
         # A signal leaves no time to load what writes files.
         import pyarrow.parquet  # noqa: F401
@@ -108,11 +112,11 @@ class FlightRecorder(Part):
     def finish(self, complete: bool) -> None:
         """The step is over: it takes its place in the ring. One that was cut short has it written out."""
         self._dump.finish(complete)
-        kept = tuple(self._ring)
+        kept = self._now()
         if not complete:
             self._write("a step that did not end", self._job.clock.step, kept)
         elif kept:
-            self._job.submit(Look(kept[-1], self, kept))
+            self._job.submit(Look(kept[-1], self, kept, self._all()))
 
     def close(self) -> None:
         """The run is over; if an exception ends it, that is a reason to write."""
@@ -120,16 +124,20 @@ class FlightRecorder(Part):
         kind = sys.exc_info()[0]
         if kind is not None and issubclass(kind, Exception):
             self._ending(f"exception {kind.__name__}")
+        elif self._ring:
+            # After the last figures: what another rank says of the last steps.
+            self._job.submit(Listen(self._ring[-1], self, (), self._all()))
         with self._lock:  # another thread may be writing: the process must not end before it
             pass
 
     def ledger(self) -> dict[str, Any]:
         """What was written, why, and what could not be armed."""
         return {
-            "kept": [batch.step for batch in self._ring],
+            "kept": [batch.step for batch in self._now()],
             "written": self.written,
             "too_large": self._too_large,
-            "notes": self._notes,
+            "missed": self._missed,
+            "notes": [*self._notes, *([f"other ranks are not heard: {fault}"] if (fault := self._deaf()) else [])],
             "bound": self._dump.ledger().get("bound", {}),
         }
 
@@ -140,7 +148,7 @@ class FlightRecorder(Part):
         # Only the training thread appends and drops: others take a copy of the whole ring at once.
         while len(self._ring) > 1 and sum(kept.nbytes for kept in self._ring) > self._limit:
             self._ring.popleft()
-            self._too_large += 1
+            self._too_large += len(self._ring) < self.asked.keep_steps
             if self._too_large == 1:
                 text = (
                     f"the flight recorder keeps {len(self._ring)} steps: more are over a quarter of limits.host_memory"
@@ -164,24 +172,42 @@ class FlightRecorder(Part):
         self._bad |= found
         if new and (self._last < 0 or batch.step - self._last >= self.asked.keep_steps):
             first = min((row for row in rows if (row.kind, row.name, row.io, row.path) in new), key=_seq)
-            self._write(f"non-finite {first.name} {first.io} ({first.kind})", batch.step, kept)
+            self._write(f"non-finite {first.name} {first.io} ({first.kind})", batch.step, kept, call=True)
+
+    def listen(self, batches: Batches, last: bool = False) -> None:
+        """In the writer thread: what another rank has written up to its step, this one writes too."""
+        if self._calls is None:
+            return
+        self._called += self._calls.news()
+        for call in [call for call in self._called if last or call.step <= batches[-1].step]:
+            self._called.remove(call)
+            led = tuple(b for b in batches if call.step - self.asked.keep_steps < b.step <= call.step)
+            self._missed += not led
+            self._write(f"{call.reason} on rank {call.rank}", call.step, led)
+
+    def _deaf(self) -> str:
+        return self._calls.fault if self._calls is not None else ""
 
     def keep(self, reason: str, step: int) -> None:
         """Something else saw a reason in the figures of `step`; what led to it is what was kept then."""
         looked = self._looked
-        self._write(reason, step, looked if looked and looked[-1].step >= step else self._now())
+        self._write(reason, step, looked if looked and looked[-1].step >= step else self._now(), call=True)
 
     def _ending(self, reason: str) -> None:
-        self._write(reason, self._job.clock.step, self._now())
+        # Who is about to end has no time for the others, and whoever ends it ends them too.
+        self._write(reason, self._job.clock.step, self._now(), call=reason.endswith("SIGUSR1"))
 
     def _now(self) -> Batches:
+        return self._all()[-self.asked.keep_steps :]
+
+    def _all(self) -> Batches:
         while True:
             try:
                 return tuple(self._ring)
             except RuntimeError:  # the training thread appended in between
                 continue
 
-    def _write(self, reason: str, step: int, batches: Batches) -> None:
+    def _write(self, reason: str, step: int, batches: Batches, call: bool = False) -> None:
         with self._lock:
             new = [batch for batch in batches if not self._there(batch)]
             if self._times >= self.asked.times or not new:
@@ -194,6 +220,8 @@ class FlightRecorder(Part):
             text = f"flight recorder: steps {steps} are written: {reason}"
             event = {"event": "recorder", "rank": self._job.where.rank, "step": step, "reason": reason}
             self._job.directory.append_event({**event, "steps": steps, "text": text})
+        if self._calls is not None and call:
+            self._calls.post(step, reason)
         with contextlib.suppress(OSError, ValueError):
             print(f"msprobe [rank {self._job.where.rank}]: {text}", file=sys.stderr, flush=True)
 
@@ -210,6 +238,8 @@ class Look:
     batch: StepBatch
     recorder: FlightRecorder
     kept: Batches
+    there: Batches
+    """All that is in the ring: with what is kept, a few steps before it."""
 
     @property
     def step(self) -> int:
@@ -226,8 +256,9 @@ class Look:
         return 0
 
     def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
-        """Look."""
+        """Look, then listen: what this rank sees itself is its own reason."""
         self.recorder.look(self.batch, self.kept)
+        self.recorder.listen(self.there)
         return 0
 
     def count(self, counts: WriterCounts) -> None:
@@ -235,6 +266,15 @@ class Look:
 
     def drop(self, counts: WriterCounts) -> None:
         """Nothing was lost that had been asked for."""
+
+
+class Listen(Look):
+    """The last of them: hears what other ranks have called, and looks at nothing."""
+
+    def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
+        """Listen once more; nothing will come after it."""
+        self.recorder.listen(self.there, last=True)
+        return 0
 
 
 def _seq(row: Row) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from msprobe_megatron import backends
+from msprobe_megatron.announcing import Announcer, steps_asked
 from msprobe_megatron.clock import Moment
 from msprobe_megatron.config import ConfigError, MonitorConfig, StepSelection
 from msprobe_megatron.config.orders import Order
@@ -70,6 +71,8 @@ class Monitoring(Part):
             digest=asked.data,
         )
         self._probe = probe = MonitorProbe(asked, job.clock, slots, job.watchers, job.fault)
+        self._announcer = Announcer(job, "monitor", "watched")
+        probe.file.told = self._announce
         self._modules = ModuleSite(job.chunks, probe, job.clock, job.where, job.fault, stacks=False)
         self._watched = WatchedParameters(job.chunks, probe, job.where)
         self._gradients = GradientSite(
@@ -209,6 +212,16 @@ class Monitoring(Part):
         if pending:
             self._job.submit(MonitorBatches(pending))
 
+    def _announce(self, written: int, steps: int, first: int) -> None:
+        """The first file is there, of so many bytes and steps; called in the writer thread."""
+        asked, every = self.asked, self.asked.every
+        watched = asked.window if asked.window is not None else StepSelection()
+        count = steps_asked(self._job, watched, max(first, asked.start_step))
+        if asked.collect_times is not None or count is not None:
+            known = [n for n in (None if count is None else -(-count // every), asked.collect_times) if n is not None]
+            count = min(known)
+        self._announcer.say(written // steps, count)
+
     def _rest(self) -> None:
         for site in (self._modules, self._gradients, self._arguments, self._optimizer, self._metrics):
             site.pause()
@@ -257,7 +270,9 @@ class Monitoring(Part):
             **self._probe.ledger(),
             "bound": bound,
             "steps": self._watched_steps,
+            "absent": self._optimizer.absent(),
             "patches": self._gradients.ledger(),
+            "announced": self._announcer.ledger,
         }
 
 

@@ -236,6 +236,16 @@ def _precision(args: Namespace) -> None:
     _require_with(args, "loss_scale", args.fp16, "--fp16")
     _require_with(args, "overlap_param_gather", args.use_distributed_optimizer, "--use-distributed-optimizer")
     _require_with(args, "overlap_param_gather", args.overlap_grad_reduce, "--overlap-grad-reduce")
+    aware = "use_precision_aware_optimizer"
+    _require_with(args, aware, args.use_distributed_optimizer, "--use-distributed-optimizer")
+    _require_with(args, aware, args.optimizer == "adam", "--optimizer adam")
+    for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        value = getattr(args, name)
+        holds = value == "fp32" or args.use_precision_aware_optimizer
+        _require(holds, f"{flag(name)} {value} needs --use-precision-aware-optimizer")
+    muon = "muon" not in args.optimizer
+    _require(muon or not args.use_distributed_optimizer, "--optimizer muon excludes --use-distributed-optimizer")
+    _require(muon or not args.fp16, "--optimizer muon excludes --fp16")
     # Megatron does so for bf16: sums of many small bf16 gradients lose their low bits.
     args.accumulate_allreduce_grads_in_fp32 = args.accumulate_allreduce_grads_in_fp32 or args.bf16
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from argparse import Namespace
 from typing import Any
 
+import torch
 from torch import nn
 
+from msprobe_megatron.demo.arguments import PROGRAM, refuse
 from msprobe_megatron.demo.installed import known
 from msprobe_megatron.demo.transformer import parameter_dtype
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 
 
 def build_optimizer(args: Namespace, config: Any, chunks: list[nn.Module]) -> Any:
@@ -36,7 +41,27 @@ def build_optimizer(args: Namespace, config: Any, chunks: list[nn.Module]) -> An
         "use_distributed_optimizer": args.use_distributed_optimizer,
         "overlap_param_gather": args.overlap_param_gather,
         "overlap_grad_reduce": args.overlap_grad_reduce,
+        "use_precision_aware_optimizer": args.use_precision_aware_optimizer,
+        "main_params_dtype": _DTYPES[args.main_params_dtype],
+        "exp_avg_dtype": _DTYPES[args.exp_avg_dtype],
+        "exp_avg_sq_dtype": _DTYPES[args.exp_avg_sq_dtype],
     }
-    optimizer = get_megatron_optimizer(OptimizerConfig(**known(OptimizerConfig, **values)), chunks)
+    unusual = args.use_precision_aware_optimizer or "muon" in args.optimizer
+    try:
+        if args.use_precision_aware_optimizer:
+            importlib.import_module("transformer_engine.pytorch.optimizers")
+        settings = OptimizerConfig(**known(OptimizerConfig, **values))
+        if "muon" in args.optimizer:
+            from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+            spread = args.optimizer == "dist_muon"
+            optimizer = get_megatron_muon_optimizer(settings, chunks, layer_wise_distributed_optimizer=spread)
+        else:
+            optimizer = get_megatron_optimizer(settings, chunks)
+    except (AssertionError, ImportError, RuntimeError) as error:
+        if not unusual:
+            raise
+        # What it is built on (TransformerEngine, emerging_optimizers) is missing: Megatron says which.
+        refuse(f"{PROGRAM}: error: this Megatron cannot build the optimizer: {error}")
     config.grad_scale_func = optimizer.scale_loss
     return optimizer

@@ -6,7 +6,7 @@ begins; on a rank that holds shards only those, by the optimizer's own map of ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,12 +17,14 @@ from msprobe_megatron.sites.arguments import own_work
 from msprobe_megatron.sites.gradients import WatchedParameters
 from msprobe_megatron.sites.progress import scalar_place
 from msprobe_megatron.topology.dtensors import local_part
+from msprobe_megatron.topology.optimizer_values import MASTER, has_master, is_encoded, state_value, weight_value
 from msprobe_megatron.topology.optimizers import Owned, inner, leaves, owned
 from msprobe_megatron.topology.places import Place
 
 UPDATE_BYTES = 16 << 20
 """Copies of weights that are kept while the optimizer steps; beyond, an equal share of each parameter is looked at."""
 _MOMENTA = ("exp_avg", "momentum_buffer")
+_SQUARES = "exp_avg_sq"
 Fault = Callable[[BaseException, str], None]
 
 
@@ -54,7 +56,8 @@ class _States:
         self, entries: list[Owned], found: Sequence[tuple[Owned, str, torch.Tensor]], reading: Reading
     ) -> None:
         self.reading = reading
-        self.tensors = [local_part(tensor).detach() for _, _, tensor in found]
+        self.tensors = [local_part(tensor).detach() for entry, name, tensor in found if not is_encoded(entry, name)]
+        self.encoded = [(entry, name) for entry, name, _ in found if is_encoded(entry, name)]
         self._mains = [entry.main for entry in entries]
         self._dictionaries = [(entry.optimizer, entry.main, entry.state()) for entry in entries]
         self._lengths = [len(state) for _, _, state in self._dictionaries]
@@ -93,7 +96,7 @@ class OptimizerStates:
         self._before: dict[int, torch.Tensor] = {}
         self._states: _States | None = None
         self._handles: list[Any] = []
-        self._active = False
+        self._active = self._stepped = False
         self._hooked = asked.clipped or asked.agreement or asked.update
         self.without_hooks: set[str] = set()
         """Classes of optimizers around whose step nothing can be read."""
@@ -144,10 +147,10 @@ class OptimizerStates:
     def _agreement(self, mine: Sequence[Owned]) -> None:
         for entry in mine:
             gradient, states = entry.gradient(), entry.states()
-            momentum = next((states[name] for name in _MOMENTA if name in states), None)
-            if gradient is None or momentum is None:
+            kept = next((name for name in _MOMENTA if name in states), None)
+            if gradient is None or kept is None:
                 continue  # before the first step there is no momentum
-            gradient, momentum = local_part(gradient), local_part(momentum)
+            gradient, momentum = local_part(gradient), state_value(entry, kept)
             same = torch.sign(gradient).eq_(torch.sign(momentum.to(gradient.dtype)).reshape(gradient.shape))
             self._sink.see(self._place(entry, "optimizer_state", "sign_agreement"), same, None, "optimizer")
 
@@ -155,16 +158,21 @@ class OptimizerStates:
         share = UPDATE_BYTES // (4 * max(1, len(self._entries)))
         for entry in mine:
             # An equal share from the beginning: the same elements in every step, so that curves are smooth.
-            self._before[id(entry.main)] = local_part(entry.main).detach().reshape(-1)[:share].clone()
+            self._before[id(entry.main)] = weight_value(entry).reshape(-1)[:share].clone()
 
     def after_step(self) -> None:
         """The outermost optimizer has stepped."""
+        self._stepped = True
         if self._asked.optimizer:
             self._read_states()
         if self._asked.master_weights:
             # A parameter that the optimizer works on itself has no other weight.
-            masters = [entry for entry in self._entries if entry.separate]
-            self._read("master", [(e, "optimizer_state", "master_weight", e.main) for e in masters])
+            masters = [entry for entry in self._entries if has_master(entry)]
+            decoded = [entry for entry in masters if is_encoded(entry, MASTER)]
+            plain = [entry for entry in masters if not is_encoded(entry, MASTER)]
+            self._read("master", [(e, "optimizer_state", "master_weight", weight_value(e)) for e in plain])
+            for entry in decoded:
+                self._see(entry, "master_weight", weight_value(entry))
         with torch.no_grad():
             for entry in self._entries:
                 before = self._before.pop(id(entry.main), None)
@@ -175,15 +183,48 @@ class OptimizerStates:
         """Optimizers keep their states where they are: what was found once is only looked up again."""
         known = self._states
         if known is None or not known.still_there(self._entries):
-            found = [(e, name, value) for e in self._entries for name, value in e.states().items()]
+            found = [(e, name, x) for e in self._entries for name, x in e.states().items() if name != MASTER]
             if not found:
                 return
-            reading = Reading([self._place(e, "optimizer_state", name) for e, name, _ in found], "optimizer")
+            plain = [(e, name) for e, name, _ in found if not is_encoded(e, name)]
+            reading = Reading([self._place(e, "optimizer_state", name) for e, name in plain], "optimizer")
             known = self._states = _States(list(self._entries), found, reading)
-        self._sink.read(known.reading, known.tensors)
+        if known.tensors:
+            self._sink.read(known.reading, known.tensors)
+        # One by one: all of them in float32 at once would be what the optimizer saves.
+        for entry, name in known.encoded:
+            self._see(entry, name, state_value(entry, name))
+
+    def _see(self, entry: Owned, io: str, value: torch.Tensor) -> None:
+        value = value.reshape(local_part(entry.main).shape)
+        self._sink.see(self._place(entry, "optimizer_state", io), value, None, "optimizer")
+
+    def absent(self) -> list[str]:
+        """What was asked and no optimizer of this kind has, by the optimizer's name; known after the first step.
+
+        Example::
+
+            site.absent()       # ['SGD keeps no exp_avg_sq']
+        """
+        by_class: dict[str, list[Owned]] = {}
+        for entry in self._entries if self._stepped else ():
+            by_class.setdefault(type(entry.optimizer).__name__, []).append(entry)
+        return [line for name, entries in sorted(by_class.items()) for line in self._absent_in(name, entries)]
+
+    def _absent_in(self, name: str, entries: Sequence[Owned]) -> Iterator[str]:
+        kept = {state for entry in entries for state in entry.states()}
+        momentum = next((state for state in _MOMENTA if state in kept), None)
+        if self._asked.optimizer and momentum is None:
+            yield f"{name} keeps no first moment ({' or '.join(_MOMENTA)})"
+        if self._asked.optimizer and _SQUARES not in kept:
+            yield f"{name} keeps no {_SQUARES}"
+        if self._asked.agreement and momentum is None:
+            yield f"{name} has no momentum: no sign_agreement"
+        if self._asked.master_weights and not any(has_master(entry) for entry in entries):
+            yield f"{name} works on the weights themselves: no master_weight"
 
     def _tell_update(self, entry: Owned, before: torch.Tensor) -> None:
-        after = local_part(entry.main).detach().reshape(-1)[: before.numel()]
+        after = weight_value(entry).reshape(-1)[: before.numel()]
         update = self._update(entry, before.numel())
         reading = self._readings.setdefault(f"update {id(entry.main)}", Reading(update[:2], "optimizer"))
         change, weight = self._sink.read(reading, [after - before, before])

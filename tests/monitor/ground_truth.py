@@ -14,6 +14,27 @@ STEP = 1
 """The one step whose numbers are kept; the optimizer has moments by then."""
 
 
+MOMENTA = ("exp_avg", "momentum_buffer")
+
+
+def state_of(inner: Any, main: Any, name: str) -> torch.Tensor:
+    """The numbers of a state; those of 16 and 8 bits have a factor, and are what their product is in float32."""
+    stored = inner.state[main][name]
+    memory, scales = getattr(stored, "held", stored), getattr(inner, "_scales", {})
+    factor = scales[main][name].double() if main in scales else 1.0
+    return (memory.double() * factor).float() if main in scales else memory
+
+
+def weight_of(inner: Any, main: Any) -> torch.Tensor:
+    """What the step changes, as exactly as it is kept: the optimizer of these tests notes its master weights."""
+    masters = getattr(inner, "masters", {})
+    if "master_param" not in inner.state.get(main, {}):
+        return main.detach() if not hasattr(inner, "masters") else main.detach().float()
+    if inner.state[main]["master_param"].dtype is torch.int16:
+        return masters[main]
+    return state_of(inner, main, "master_param")
+
+
 def figures(tensor: torch.Tensor) -> list[float]:
     """min, max, sum, sumsq, absmax, zeros, elements, and the sum of absolute values, which bounds rounding."""
     x = tensor.detach().double().reshape(-1).numpy()
@@ -149,8 +170,10 @@ class Truth:
             if leaf.optimizer is None:
                 continue
             if kind == "DistributedOptimizer":
+                aware = leaf.config.use_precision_aware_optimizer
+                halves = leaf.shard_float16_groups if aware else leaf.shard_fp32_from_float16_groups
                 pairs = [
-                    *zip(sum(leaf.model_float16_groups, []), sum(leaf.shard_fp32_from_float16_groups, []), strict=True),
+                    *zip(sum(leaf.model_float16_groups, []), sum(halves, []), strict=True),
                     *zip(sum(leaf.model_fp32_groups, []), sum(leaf.shard_fp32_groups, []), strict=True),
                 ]
                 for parameter, main in pairs:
@@ -199,25 +222,31 @@ class Truth:
             if leaf.optimizer is not inner:
                 continue
             name = self._names[id(parameter)]
-            self._before[id(main)] = main.detach().clone()
-            self.put("grad_clipped", name, "weight", "", None, main.grad)
-            momentum = inner.state.get(main, {}).get("exp_avg")
+            self._before[id(main)] = weight_of(inner, main).clone()
+            gradient = getattr(main, "decoupled_grad", main.grad)
+            self.put("grad_clipped", name, "weight", "", None, gradient)
+            states = inner.state.get(main, {})
+            momentum = next((state for state in MOMENTA if state in states), None)
             if momentum is not None:
-                same = np.sign(main.grad.double().numpy()) == np.sign(momentum.double().numpy())
+                kept = state_of(inner, main, momentum).double().numpy()
+                same = np.sign(gradient.double().numpy()) == np.sign(kept)
                 self.put("optimizer_state", name, "sign_agreement", "", None, torch.from_numpy(same))
 
     def after(self, step: Any) -> None:
         """The optimizer has stepped."""
         for leaf, parameter, main, part in self._owned():
             name = self._names[id(parameter)]
-            for state in ("exp_avg", "exp_avg_sq"):
-                self.put("optimizer_state", name, state, "", None, leaf.optimizer.state[main][state])
-            if main is not parameter and main.dtype != parameter.dtype:
-                self.put("optimizer_state", name, "master_weight", "", None, main)
+            inner = leaf.optimizer
+            for state in (*MOMENTA, "exp_avg_sq"):
+                if state in inner.state[main]:
+                    self.put("optimizer_state", name, state, "", None, state_of(inner, main, state))
+            now = weight_of(inner, main)
+            if hasattr(inner, "masters") or (main is not parameter and main.dtype != parameter.dtype):
+                self.put("optimizer_state", name, "master_weight", "", None, now)
             before = self._before.pop(id(main))
-            self.put("update", name, "change", "", None, main.detach() - before)
+            self.put("update", name, "change", "", None, now.detach() - before)
             self.put("update", name, "weight", "", None, before)
-            ratio = (main.detach() - before).double().norm() / before.double().norm()
+            ratio = (now.detach() - before).double().norm() / before.double().norm()
             if before.double().norm() > 0:
                 self.put("update", name, "ratio", "", None, ratio)
             if self.chunks[0].ddp_config.overlap_param_gather:
@@ -233,11 +262,15 @@ class Truth:
         self._calls.clear()
 
 
-def train(argv: list[str]) -> dict[str, Any]:
+def train(argv: list[str], stand_in: bool = False) -> dict[str, Any]:
     """One rank: train under the monitor and return what was really there."""
     from msprobe_megatron.demo.pretrain_gpt import run
     from msprobe_megatron.demo.train import Callbacks
 
+    if stand_in:
+        from tests.monitor import stand_ins
+
+        stand_ins.install_fused_adam() if "--use-precision-aware-optimizer" in argv else stand_ins.install_muon()
     truth = Truth()
     run(argv, Callbacks(ready=truth.ready, gradients=truth.gradients, step=truth.after))
     return {"found": truth.found, "optimizers": [type(leaf).__name__ for leaf in truth.leaves]}

@@ -1,0 +1,72 @@
+"""What one rank has a reason to write, the others write too: the same steps, with no collective."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from msprobe_megatron.analyse.load import open_run
+from msprobe_megatron.record.events import read_events
+from msprobe_megatron.recorder_calls import Call, RecorderCalls
+from tests.recorder.jobs import job
+
+# Only ranks of the last stage see a loss.
+PROBE = """
+monitor: {activations: false, gradients: true, optimizer: false,
+          alerts: [{rule: custom, expression: 'step == 5 and kind == "loss" and name == "lm loss"'}]}
+recorder: {keep_steps: 3, on: [alert]}
+"""
+
+
+@pytest.mark.parametrize("layout", ["pp2", "tp2_pp2"])
+def test_an_alert_of_one_stage_leaves_the_steps_of_all_ranks(tmp_path, layout):
+    out = job(tmp_path, layout, probe=PROBE, steps=10)
+    alerted = {event["rank"] for event in read_events(out) if event["event"] == "alert"}
+    ranks = set(range(2 if layout == "pp2" else 4))
+    assert alerted and alerted < ranks, "every rank saw it by itself: the test shows nothing"
+    run = open_run(out)
+    assert {rank: [step for step, holder, _ in run.files if holder == rank] for rank in ranks} == {
+        rank: [3, 4, 5] for rank in ranks
+    }
+    told = {event["rank"]: event["reason"] for event in read_events(out) if event["event"] == "recorder"}
+    assert all(told[rank].startswith("alert custom on rank") for rank in ranks - alerted)
+    for rank in ranks:
+        ledger = json.loads((out / f"ranks/rank_{rank:05d}.json").read_text())["ledger"]["recorder"]
+        assert ledger["kept"] == [7, 8, 9] and ledger["missed"] == 0 and ledger["notes"] == []
+
+
+def test_calls_reach_the_others_once():
+    store = HashStore()
+    first, second, third = (RecorderCalls(Path("run"), rank, store) for rank in range(3))
+    elsewhere = RecorderCalls(Path("another run"), 3, store)
+    assert first.news() == []
+    first.post(7, "alert spike")
+    second.post(7, "alert spike")  # the same step: said already
+    second.post(9, "non-finite x")
+    assert third.news() == [Call(7, 0, "alert spike"), Call(9, 1, "non-finite x")]
+    assert third.news() == [] and elsewhere.news() == []
+    assert first.news() == [Call(9, 1, "non-finite x")]
+    assert second.news() == [Call(7, 0, "alert spike")]
+
+
+def test_calls_of_a_session_before_are_not_heard():
+    store = HashStore()
+    RecorderCalls(Path("run"), 0, store).post(7, "alert spike")
+    again = [RecorderCalls(Path("run"), rank, store) for rank in range(2)]
+    assert again[1].news() == []
+    again[0].post(7, "alert spike")
+    assert again[1].news() == [Call(7, 0, "alert spike")]
+
+
+def test_a_store_that_is_gone_is_no_fault_of_the_job():
+    class Gone:
+        def add(self, key, amount):
+            return 0
+
+        def check(self, keys):
+            raise ConnectionError("the store has closed")
+
+    calls = RecorderCalls(Path("run"), 0, Gone())
+    assert calls.news() == [] and calls.fault == "ConnectionError: the store has closed"
+    calls.post(3, "nobody hears it")
