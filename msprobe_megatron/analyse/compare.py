@@ -204,6 +204,7 @@ def _table(pairs: Pairs, judgement: Judgement, states: Sequence[str], order: Any
     columns["state"] = np.array(states, object)[order]
     columns["error"], columns["tolerance"] = judgement.error[order], judgement.tolerance[order]
     columns["reason"] = judgement.layout[order]
+    columns["samples_from"] = (pairs["block"] * pairs["unit"])[order]
     if pairs.tensors is not None:
         for name, figure in (("relative_l2", "relative"), ("max_abs", "largest"), ("cosine", "cosine")):
             columns[name] = pairs.tensors.column(figure)[order]

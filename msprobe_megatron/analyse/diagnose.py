@@ -100,6 +100,9 @@ def _non_finite(run: Run, pairs: Pairs, order: npt.NDArray[np.int64]) -> list[Fi
     )
     where = {
         "source": found.origin.source,
+        "words": found.origin.words,
+        "holds": found.what,
+        "numel": int(pairs["numel_l"][i]),
         "module": found.origin.module,
         "name": name,
         "io": str(pairs["io"][i]),

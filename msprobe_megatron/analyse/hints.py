@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from msprobe_megatron.analyse.causes import culprit
 from msprobe_megatron.analyse.load import Run
 from msprobe_megatron.analyse.match import Pairs
+from msprobe_megatron.topology.layers import layer_of
 
 _MANY = 0.9
 _SPREAD = 0.02
@@ -34,8 +36,19 @@ def hints(golden: Run, run: Run, pairs: Pairs, states: Sequence[str], order: Seq
             " is accumulated over microbatches and reduced over ranks"
         )
     if first is not None and pairs["kind"][first] in ("activation", "gradient") and _arrives(pairs, first):
-        found.append("it is what arrives at the module: look at what feeds it (communication, residual, schedule)")
+        found.append(_feeds(*(str(pairs[column][first]) for column in ("kind", "name", "io"))))
     return found
+
+
+def _feeds(kind: str, name: str, io: str) -> str:
+    """Where to look when a tensor that arrives at a module differs and nothing before it does."""
+    module = culprit(kind, name, io)
+    if name.endswith(f"layers.{layer_of(name)}") or "." not in name or module == name:
+        return "it is what arrives at the module: look at what feeds it (communication, residual, schedule)"
+    return (
+        f"it arises inside {module}, between its children: look at what is computed there (scale, mask, residual,"
+        " activation function)"
+    )
 
 
 def doubled_layers(run: Run) -> dict[int, list[tuple[int, int]]]:

@@ -60,17 +60,19 @@ def merge_query(
     *,
     kinds: tuple[str, ...] = (),
     by_rank: bool = False,
+    rows: duckdb.DuckDBPyRelation | None = None,
 ) -> str:
     """The merge as SQL text over views that are registered in `connection` under `prefix`.
 
     `by_rank` is for two runs of one layout: what has no known place in the whole is then added up over the ranks
-    as it is, which is as good on both sides.
+    as it is, which is as good on both sides. `rows` are taken in place of the run's own.
 
     Example::
 
         sql = merge_query(connection, run, 0, "golden", kinds=("activation",))
     """
-    words = _register(connection, run, step, prefix, kinds, by_rank)
+    rows = run.rows(connection, step) if rows is None else rows
+    words = _register(connection, run, rows, prefix, kinds, by_rank)
     return _filled(_QUERY, words)
 
 
@@ -80,7 +82,7 @@ def labelled_query(
     """The rows of tensors with a place as SQL: what they are, `part`, `samples_from`, the `factor` of gradients."""
     # The loss rows hold the loss scale.
     kinds = ("activation", "gradient", "parameter", "grad_reduced", "loss")
-    words = _register(connection, run, step, prefix, kinds, by_rank=by_rank)
+    words = _register(connection, run, run.rows(connection, step), prefix, kinds, by_rank)
     return _filled(_LABELLED, words)
 
 
@@ -93,13 +95,12 @@ def _filled(query: str, words: dict[str, str]) -> str:
 def _register(
     connection: duckdb.DuckDBPyConnection,
     run: Run,
-    step: int | None,
+    rows: duckdb.DuckDBPyRelation,
     prefix: str,
     kinds: tuple[str, ...],
     by_rank: bool,
 ) -> dict[str, str]:
     """Make the rows, shard texts and ranks of a run known to the connection; the words to put into a query."""
-    rows = run.rows(connection, step)
     if kinds:
         rows = rows.filter("kind in ({})".format(", ".join(f"'{kind}'" for kind in kinds)))
     connection.register(f"{prefix}_rows", rows)

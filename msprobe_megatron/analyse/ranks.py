@@ -164,10 +164,10 @@ def _site(run: Run, step: int, name: str, ranks: Sequence[int]) -> dict[str, Any
     for rank in ranks[:1]:
         path = run.path / f"step_{step:06d}" / f"rank_{rank:05d}" / "sites.json"
         try:
-            modules = json.loads(path.read_text(encoding="utf-8"))["modules"]
-        except (OSError, ValueError, KeyError):
+            for module in json.loads(path.read_text(encoding="utf-8"))["modules"]:
+                if module.get("name") == name:
+                    stack = [str(frame) for frame in module.get("stack", [])]
+                    return {"class": str(module.get("class", "")), "stack": stack}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
-        for module in modules:
-            if module.get("name") == name:
-                return {"class": module.get("class", ""), "stack": list(module.get("stack", []))}
     return None

@@ -105,7 +105,9 @@ def _made(pairs: Pairs, i: int, module: str, total: npt.NDArray[np.float64]) -> 
     if not len(inputs):
         return Origin("operator", module, "Its inputs were not recorded, so it may have come from before.", "possible")
     if total[inputs].sum() == 0:
-        words = f"All {len(inputs)} recorded inputs of {module} are finite: the operator made it."
+        all_of_them = "The recorded input" if len(inputs) == 1 else f"All {len(inputs)} recorded inputs"
+        are = "is" if len(inputs) == 1 else "are"
+        words = f"{all_of_them} of {module} {are} finite: the operator made it."
         return Origin("operator", module, words, "certain")
     return Origin("operator", module, "Some of its inputs hold one too.", "possible")
 

@@ -1,8 +1,7 @@
-"""Communication on the page: what was exchanged in the step that matters, and what carried a value on its way."""
+"""Communication on the page: what was exchanged in the step that matters, those that do not fit first."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from msprobe_megatron.analyse.exchanges import Exchange, exchanges, totals
@@ -46,31 +45,3 @@ def _plain(exchange: Exchange) -> dict[str, Any]:
         "norms": {rank: short(norm) for rank, (_, norm) in sorted(exchange.outputs.items())[:8]},
         "finding": exchange.finding,
     }
-
-
-def carry(flow: list[dict[str, Any]], found: list[Exchange], ranks_of: Mapping[str, list[int]]) -> None:
-    """Add to each stop of a flow what carried its value: the collectives of its module, the message before its stage.
-
-    `ranks_of` tells the ranks that have a module. Example::
-
-        carry(flow(comparison), exchanges(run, 10), {"decoder.layers.2": [2, 3]})
-    """
-    before: set[int] | None = None
-    for stop in flow:
-        here = set(ranks_of.get(stop["name"], ()))
-        same = [x for x in found if x.microbatch == stop["microbatch"] and x.phase == stop["phase"]]
-        carried = [x for x in same if x.module == stop["name"] and stop["io"] == "output"]
-        if before is not None and here and not here & before:
-            carried += [x for x in same if x.op == "send" and x.ranks[0] in before and x.ranks[1] in here]
-        stop["carried"] = [_words(x) for x in carried[:4]]
-        before = here or before
-
-
-def _words(exchange: Exchange) -> str:
-    who = (
-        f"rank {exchange.ranks[0]} to rank {exchange.ranks[1]}"
-        if exchange.op == "send"
-        else f"over {exchange.group}, ranks {', '.join(map(str, exchange.ranks[:8]))}"
-    )
-    wrong = f": {exchange.finding}" if exchange.finding else ""
-    return f"{exchange.op} {who}, {exchange.bytes / 1024:.1f} KiB{wrong}"

@@ -28,7 +28,7 @@ def heat_maps(view: View, important: set[int] | None = None) -> dict[str, Any]:
         heat_maps(view)["layers"]["kinds"]["activation"]["norm"][0]     # the first place, by step
     """
     steps = thinned(view.run.steps, STEPS, important or set())
-    chosen = ", ".join(map(str, steps))
+    chosen = ", ".join(map(str, steps)) or "-1"
     layers = view.ask(
         f"""select {_PLACE} as place, kind, step, {_FIGURES}, min(seq) from whole
         where kind <> 'loss' and {_FLOATING} and reason = '' and step in ({chosen}) group by place, kind, step"""  # noqa: S608

@@ -1,16 +1,14 @@
-"""The log of a run: events on a time line, the ledger of each rank, patches, and rows that are not tensors."""
+"""The log of a run: events in the order they were written, the ledger of each rank, patches."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from msprobe_megatron.analyse.load import Run
-from msprobe_megatron.analyse.view_table import View
 from msprobe_megatron.record.events import read_events
 
 _EVENTS = 2000
 _RANKS = 64
-_SUSPECTS = 200
 
 
 def events(run: Run) -> dict[str, Any]:
@@ -45,11 +43,8 @@ def ledgers(run: Run) -> dict[str, Any]:
     groups: dict[str, dict[str, Any]] = {}
     for rank, facts in sorted(run.ranks.items()):
         ledger = facts.get("ledger", {})
-        plain = {
-            name: ledger.get(name)
-            for name in ("asked", "bound", "fired", "unmatched", "not_happened", "faults", "schedules", "kernel")
-            if ledger.get(name) not in (None, [], {})
-        }
+        own = ("patches", "written")  # shown apart
+        plain = {name: value for name, value in ledger.items() if name not in own and value not in (None, [], {})}
         # Sizes of compressed files differ between ranks that did the same.
         sizes = ("bytes_written", "bytes_dropped")
         plain["written"] = {name: n for name, n in ledger.get("written", {}).items() if name not in sizes}
@@ -63,16 +58,3 @@ def ledgers(run: Run) -> dict[str, Any]:
     shown = list(groups.values())[:_RANKS]
     notes = [f"{_RANKS} of {len(groups)} different ledgers are shown."] if len(groups) > _RANKS else []
     return {"groups": shown, "patches": list(patches.values()), "notes": notes}
-
-
-def verdict_rows(view: View) -> list[dict[str, Any]]:
-    """Rows of perturbed operators and checks, which carry their own verdict in `extra`; the first 200."""
-    shown = "step, rank, microbatch, kind, name, io, op, extra"
-    found = []
-    if view.run.perturb:
-        wrong = view.run.perturb_rows(view.connection).filter("json_extract_string(extra, '$.verdict') <> 'ok'")
-        found = wrong.order("step, seq").project(shown).limit(_SUSPECTS).fetchall()
-    rows = view.run.rows(view.connection).filter("kind in ('perturb', 'check')").order("step, seq")
-    found += rows.project(shown).limit(_SUSPECTS).fetchall()
-    names = ("step", "rank", "microbatch", "kind", "name", "io", "op", "extra")
-    return [dict(zip(names, row, strict=True)) for row in found]

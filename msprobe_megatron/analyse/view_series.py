@@ -39,6 +39,8 @@ def series(view: View, important: set[int] | None = None, cells: int = CELLS) ->
     """
     notes: list[str] = []
     keys = view.ask(f"select {_KEY}, sum(n_nan + n_posinf + n_neginf) > 0 from whole group by {_KEY}")  # noqa: S608
+    if not keys:
+        return {"steps": [], "tensors": [], "notes": notes}
     steps = thinned(view.run.steps, max(_FEWEST_STEPS, cells // max(len(keys), 1)), important or set())
     if len(steps) < len(view.run.steps):
         notes.append(f"Trends show {len(steps)} of {len(view.run.steps)} recorded steps.")

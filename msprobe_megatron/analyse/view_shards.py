@@ -21,8 +21,10 @@ def shards(view: View, important: list[int], rows: int = ROWS) -> dict[str, Any]
 
         shards(view, [7])["rows"]["activation|decoder|output||forward"]
     """
-    wanted = dict.fromkeys([*important, view.run.steps[-1], view.run.steps[0]])
+    wanted = dict.fromkeys([*important, *view.run.steps[-1:], *view.run.steps[:1]])
     steps = sorted([step for step in wanted if step in view.run.steps][:_STEPS])
+    if not steps:
+        return {"steps": [], "notes": [], "rows": {}, "texts": []}
     chosen = ", ".join(map(str, steps))
     (total,) = view.ask(
         f"select count(distinct (kind, name, io, path, phase, step, rank)) from run_rows where step in ({chosen})"  # noqa: S608

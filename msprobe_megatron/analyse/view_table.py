@@ -13,6 +13,7 @@ import duckdb
 
 from msprobe_megatron.analyse.load import Run, RunError
 from msprobe_megatron.analyse.merge import merge_query
+from msprobe_megatron.record.schema import arrow_schema
 
 KINDS = (
     *("loss", "activation", "gradient", "parameter", "grad_unreduced", "grad_reduced", "grad_clipped"),
@@ -42,13 +43,14 @@ class View:
         return rows
 
 
-def open_view(run: Run) -> View:
-    """Merge all steps of a run once; raises RunError if it has no rows."""
+def open_view(run: Run, *, empty: bool = False) -> View:
+    """Merge all steps of a run once; raises RunError if it has no rows of tensors, unless `empty` tables will do."""
     connection = duckdb.connect()
     connection.execute("set threads to 2")
-    query = merge_query(connection, run, None, "run", kinds=KINDS)
+    rows = connection.from_arrow(arrow_schema().empty_table()) if empty and not run.files else None
+    query = merge_query(connection, run, None, "run", kinds=KINDS, rows=rows)
     connection.execute(f"create temp table whole as {query}")
-    if not connection.execute("select count(*) from whole").fetchall()[0][0]:
+    if not empty and not connection.execute("select count(*) from whole").fetchall()[0][0]:
         raise RunError(f"{run.path}: no rows of tensors to show")
     return View(run, connection)
 

@@ -41,9 +41,9 @@ def sites(view: View) -> dict[str, Any]:
     """
     numbers: dict[str, int] = {}
     modules: dict[str, dict[str, Any]] = {}
-    step = view.run.steps[0]
+    first = view.run.steps[:1]
     for number, _, path in view.run.files:
-        if number != step:
+        if number not in first:
             continue
         for name, kind, stack in sites_of(path.parent / "sites.json"):
             if name not in modules:

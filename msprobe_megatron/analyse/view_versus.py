@@ -1,4 +1,4 @@
-"""Two runs on one page: states of all tensors, the path that leads to the first divergence, arguments that differ."""
+"""Two runs on one page: the verdict, states of all tensors, a map of the differences, settings that differ."""
 
 from __future__ import annotations
 
@@ -8,20 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from msprobe_megatron.analyse.compare import Comparison, Difference
+from msprobe_megatron.analyse.env_diff import env_diff
 from msprobe_megatron.analyse.load import Run
 from msprobe_megatron.analyse.view_findings import Finding, Verdict, few
 from msprobe_megatron.analyse.view_heat import place_of, place_order
 from msprobe_megatron.analyse.view_table import short
 
-_BEFORE, _AFTER = 7, 6
 _WORST = {"agree": 0, "layout": 1, "only_left": 2, "only_right": 2, "inherited": 3, "diverged": 4}
-_LAYOUT_ARGUMENTS = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "world_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size", "data_parallel_size", "sequence_parallel"),
-    *("num_layers_per_virtual_pipeline_stage", "virtual_pipeline_model_parallel_size", "use_distributed_optimizer"),
-    *("num_virtual_stages_per_pipeline_rank", "layers_per_chunk", "micro_batch_size", "num_microbatches"),
-)
-_NO_EFFECT = ("log_interval", "save_losses", "save", "tensorboard_dir", "train_iters", "rank", "local_rank")
 
 
 def states(comparison: Comparison) -> dict[str, list[Any]]:
@@ -41,29 +34,10 @@ def states(comparison: Comparison) -> dict[str, list[Any]]:
         key = f"{kind}|{name}|{io}|{path}|{phase}"
         now = found.get(key)
         if now is None or _WORST[state] > _WORST[now[0]]:
-            found[key] = [state, int(step), _error(error), short(tolerance)]
+            found[key] = [state, int(step), short(error), short(tolerance)]
         elif state == now[0] and (error or 0) > (now[2] if now[2] is not None else math.inf):
-            found[key] = [state, now[1], _error(error), short(tolerance)]
+            found[key] = [state, now[1], short(error), short(tolerance)]
     return found
-
-
-def flow(comparison: Comparison) -> list[dict[str, Any]]:
-    """Tensors just before, at and after the first divergence, in order of cause, with both sides' figures.
-
-    Example::
-
-        [(entry["name"], entry["state"]) for entry in flow(compare(golden, run))]
-    """
-    first = comparison.first_divergence
-    if first is None or comparison.table is None:
-        return []
-    rows = comparison.table.to_pylist()
-    at = next((i for i, row in enumerate(rows) if _is(row, first)), None)
-    if at is None:
-        return []
-    around = [i for i, row in enumerate(rows) if row["step"] == first.step and _together(row, rows[at])]
-    here = around.index(at)
-    return [_entry(rows[i], first=i == at) for i in around[max(0, here - _BEFORE) : here + _AFTER + 1]]
 
 
 def difference_map(comparison: Comparison) -> dict[str, Any] | None:
@@ -97,84 +71,18 @@ def difference_map(comparison: Comparison) -> dict[str, Any] | None:
     return {"names": places, "kinds": kinds}
 
 
-def _together(row: dict[str, Any], first: dict[str, Any]) -> bool:
-    """Tensors of the same microbatch and direction: what the first divergence was computed from."""
-    return row["state"] not in ("layout",) and all(
-        row[name] == first[name] or _both_nan(row[name], first[name]) for name in ("microbatch", "kind")
-    )
-
-
-def _both_nan(left: Any, right: Any) -> bool:
-    return isinstance(left, float) and isinstance(right, float) and math.isnan(left) and math.isnan(right)
-
-
-def _is(row: dict[str, Any], first: Difference) -> bool:
-    same = all(row[name] == getattr(first, name) for name in ("step", "name", "io", "path", "kind", "phase"))
-    whole = row["microbatch"] is None or _both_nan(row["microbatch"], math.nan)
-    return same and (whole if first.microbatch is None else row["microbatch"] == first.microbatch)
-
-
-def _entry(row: dict[str, Any], *, first: bool) -> dict[str, Any]:
-    sides = {
-        side: {
-            "norm": _norm(row[f"sumsq_{side}"]),
-            "min": short(row[f"min_{side}"]),
-            "max": short(row[f"max_{side}"]),
-            "bad": _count(row, side),
-        }
-        for side in ("golden", "run")
-    }
-    words = {name: row[name] for name in ("kind", "name", "io", "path", "phase", "op", "state")}
-    key = f"{row['kind']}|{row['name']}|{row['io']}|{row['path']}|{row['phase']}"
-    return {
-        **words,
-        **sides,
-        "key": key,
-        "step": int(row["step"]),
-        "microbatch": None if _both_nan(row["microbatch"], math.nan) else row["microbatch"],
-        "error": _error(row["error"]),
-        "tolerance": short(row["tolerance"]),
-        "first": first,
-    }
-
-
-def _norm(sumsq: float | None) -> float | None:
-    return short(math.sqrt(sumsq)) if sumsq is not None and sumsq >= 0 else None
-
-
-def _count(row: dict[str, Any], side: str) -> int:
-    values = [row[f"{name}_{side}"] for name in ("n_nan", "n_posinf", "n_neginf")]
-    return sum(int(value) for value in values if value is not None and not math.isnan(value))
-
-
-def _error(value: float | None) -> float | None:
-    """None stands for an infinite error: the numbers of non-finite elements differ."""
-    return short(value)
-
-
-def argument_differences(golden: Run, run: Run) -> list[dict[str, Any]]:
-    """Training arguments and versions that differ: those that change numbers first, then the layout, then the rest.
+def setup_differences(golden: Run, run: Run) -> list[dict[str, Any]]:
+    """Arguments, environment, versions, sources, weights and data that differ, by effect; what only we set is left out.
 
     Example::
 
-        argument_differences(golden, run)[0]    # {"name": "lr", "golden": 0.001, "run": 0.01, "group": "numbers"}
+        setup_differences(golden, run)[0]["effect"]     # "optimizer"
     """
-    found = []
-    for section in ("arguments", "versions"):
-        left, right = (side.facts.get(section) or {} for side in (golden, run))
-        for name in sorted({*left, *right}):
-            if left.get(name) == right.get(name) or name.startswith("msprobe_"):
-                continue
-            group = "numbers"
-            if section == "versions":
-                group = "versions"
-            elif name in _LAYOUT_ARGUMENTS:
-                group = "layout"
-            elif name in _NO_EFFECT:
-                group = "bookkeeping"
-            found.append({"name": name, "golden": left.get(name), "run": right.get(name), "group": group})
-    order = ("numbers", "versions", "layout", "bookkeeping")
-    return sorted(found, key=lambda entry: (order.index(entry["group"]), entry["name"]))
+    return [
+        {"name": entry.name, "golden": entry.left, "run": entry.right, "effect": entry.effect}
+        for entry in env_diff(golden, run).settings
+        if not entry.name.startswith("msprobe_")
+    ]
 
 
 def verdict_against(comparison: Comparison, alone: Verdict) -> Verdict:
@@ -203,25 +111,37 @@ def verdict_against(comparison: Comparison, alone: Verdict) -> Verdict:
         return Verdict(
             "bad" if alone.tone == "bad" else "note", "Cannot be compared", [odd, *alone.findings], alone.steps
         )
-    place = f"layer {first.layer}, " if first.layer is not None else ""
-    where = f"step {first.step}" + ("" if first.microbatch is None else f", microbatch {first.microbatch}")
-    what = {"activation": f"{first.io} of", "gradient": f"gradient of the {first.io} of"}.get(first.kind, first.kind)
-    text = (
-        f"First in the {what} {first.name} ({place}{where}, {first.phase}, ranks {few(first.ranks)}):"
-        f" {first.what}. Relative error {_figure(first.error)}; rounding explains {_figure(first.tolerance)}."
-        + (f" Look at {first.module}." if first.module != first.name else "")
-    )
-    found = Finding(
-        "bad",
-        "First divergence",
-        text,
-        f"msprobe-megatron compare {golden} {run} --step {first.step}",
-        f"{first.kind}|{first.name}|{first.io}|{first.path}|{first.phase}",
-        first.step,
-    )
+    finding = _divergence(first, f"msprobe-megatron compare {golden} {run} --step {first.step}")
     hints = [Finding("note", "Hint", text) for text in comparison.hints]
     steps = [first.step, *alone.steps]
-    return Verdict("bad", f"Diverged at step {first.step} in {first.module}", [found, *hints, *alone.findings], steps)
+    # What arrives at a layer was made by nobody inside it, and "in decoder" would say nothing.
+    where = first.module if not _arrives(first) else f"what arrives at {first.name}"
+    head = f"Diverged at step {first.step} in {where}"
+    return Verdict("bad", head, [finding, *hints, *alone.findings], steps)
+
+
+def _arrives(first: Difference) -> bool:
+    return first.module != first.name and first.name.endswith(f"layers.{first.layer}")
+
+
+def _divergence(first: Difference, command: str) -> Finding:
+    what = {"activation": first.io, "gradient": f"gradient of the {first.io}"}.get(first.kind, first.kind)
+    times = first.error / first.tolerance if first.tolerance else math.inf
+    over = f", {_figure(times)} times what rounding explains ({_figure(first.tolerance)})"
+    when = f"step {first.step}" + ("" if first.microbatch is None else f", microbatch {first.microbatch}")
+    facts = (
+        ("tensor", f"{first.name} {what} {first.path}".strip()),
+        ("when", f"{when}, {first.phase}"),
+        ("who", f"rank{'s' * (len(first.ranks) != 1)} {few(first.ranks)}"),
+        ("golden | this run", first.what.replace(" against ", " | ", 1)),
+        ("relative error", f"{_figure(first.error)}{over if math.isfinite(times) else ''}"),
+    )
+    around = f" Look at {first.module}, which computes it." if first.module != first.name else ""
+    if _arrives(first):
+        around = " Look at how it gets there: the layer before it, and between stages the message."
+    text = f"Everything before it agrees with the golden run. This is the first tensor that does not.{around}"
+    key = f"{first.kind}|{first.name}|{first.io}|{first.path}|{first.phase}"
+    return Finding("bad", "First divergence", text, command, key, first.step, facts)
 
 
 def _figure(value: float) -> str:

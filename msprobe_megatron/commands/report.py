@@ -34,7 +34,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(verdict["headline"])
         for finding in verdict["findings"]:
             print(f"  {finding['title']}: {finding['text']}")
+            for label, value in finding["facts"]:
+                print(f"    {label}: {value}")
             if finding["command"]:
-                print(f"    {finding['command']}")
+                print(f"    next: {finding['command']}")
+            if finding["then"]:
+                print(f"    then: {finding['then']}")
         print(f"page: {arguments.out} ({size / 1e6:.1f} MB)")
     return OK if verdict["tone"] == "good" else FOUND

@@ -11,22 +11,23 @@ from string import Template
 from typing import Any
 
 from msprobe_megatron.analyse.compare import Comparison, compare
-from msprobe_megatron.analyse.exchanges import exchanges
 from msprobe_megatron.analyse.load import Run
 from msprobe_megatron.analyse.summary import warnings
-from msprobe_megatron.analyse.view_comm import carry, communication
+from msprobe_megatron.analyse.view_alerts import alerts, compared, examined
+from msprobe_megatron.analyse.view_comm import communication
 from msprobe_megatron.analyse.view_findings import Verdict, verdict_of
+from msprobe_megatron.analyse.view_flow import flow, follow
 from msprobe_megatron.analyse.view_heat import heat_maps
-from msprobe_megatron.analyse.view_log import events, ledgers, verdict_rows
+from msprobe_megatron.analyse.view_log import events, ledgers
 from msprobe_megatron.analyse.view_ranks import disagreements, rank_grid
 from msprobe_megatron.analyse.view_series import losses, series
 from msprobe_megatron.analyse.view_shards import shards
 from msprobe_megatron.analyse.view_table import View, open_view
 from msprobe_megatron.analyse.view_tree import sites, stages
-from msprobe_megatron.analyse.view_versus import argument_differences, difference_map, flow, states, verdict_against
+from msprobe_megatron.analyse.view_versus import difference_map, setup_differences, states, verdict_against
 from msprobe_megatron.report.html.embed import embedded_json, policy
 
-_SCRIPTS = ("base", "charts", "heat", "overview", "where", "when", "who", "versus", "log", "start")
+_SCRIPTS = ("base", "charts", "heat", "overview", "where", "when", "who", "findings", "versus", "log", "start")
 _STYLES = ("theme", "layout", "parts")
 
 
@@ -37,7 +38,7 @@ def page_data(run: Run, golden: Run | None = None) -> dict[str, Any]:
 
         page_data(open_run("probe_out"))["verdict"]["headline"]
     """
-    view = open_view(run)
+    view = open_view(run, empty=True)
     said = warnings(run)
     replicas = disagreements(view)
     verdict = verdict_of(view, replicas, said)
@@ -49,60 +50,67 @@ def page_data(run: Run, golden: Run | None = None) -> dict[str, Any]:
     trends = series(view, important)
     heat = heat_maps(view, important)
     parts = shards(view, verdict.steps)
-    log = {**events(run), "warnings": said, "ledgers": ledgers(run), "verdicts": verdict_rows(view)}
+    log = {**events(run), "warnings": said, "ledgers": ledgers(run)}
+    told = alerts(run)
     exchanged = communication(run, [*verdict.steps, *run.steps[-1:]])
-    notes = [note for part in (trends, heat, parts, log, log["ledgers"], exchanged) for note in part.pop("notes")]
-    shown_stages = stages(view)
+    notes = [note for part in (trends, heat, parts, told, log, log["ledgers"], exchanged) for note in part.pop("notes")]
     return {
         "run": _facts(run),
         "verdict": verdict.as_dict(),
         "series": trends,
         "losses": losses(view),
         "heat": heat,
-        "stages": shown_stages,
+        "stages": stages(view),
         "sites": sites(view),
         "shards": parts,
         "ranks": rank_grid(view),
         "replicas": replicas,
         "comm": exchanged,
+        "alerts": told["alerts"],
+        "perturb": examined(run),
+        "checks": compared(run),
         "log": log,
         "notes": notes,
-        "versus": None
-        if golden is None or comparison is None
-        else _versus(golden, run, comparison, verdict, shown_stages),
+        "versus": None if golden is None or comparison is None else _versus(golden, view, comparison, verdict),
     }
 
 
-def _versus(
-    golden: Run, run: Run, comparison: Comparison, verdict: Verdict, of_run: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _versus(golden: Run, of_run: View, comparison: Comparison, verdict: Verdict) -> dict[str, Any]:
+    run = of_run.run
     trends: dict[str, Any] = {"steps": [], "tensors": []}
     curves = None
     if golden.files:
-        view: View = open_view(golden)
+        view: View = open_view(golden, empty=True)
         trends, curves = series(view, set(verdict.steps)), losses(view)
     path = flow(comparison)
-    if path:
-        ranks_of: dict[str, list[int]] = {}
-        for stage in of_run:
-            for name in stage["names"]:
-                ranks_of.setdefault(name, []).extend(stage["ranks"])
-        carry(path, exchanges(run, path[0]["step"]), ranks_of)
+    way = follow(path, of_run)
     return {
         "run": _facts(golden),
         "comparison": comparison.as_dict(),
         "states": states(comparison),
         "flow": path,
+        "way": way,
         "map": difference_map(comparison),
-        "arguments": argument_differences(golden, run),
+        "setup": setup_differences(golden, run),
         "series": trends,
         "losses": curves,
     }
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    names = ("started", "versions", "world", "sizes", "seed", "recompute", "unseen", "arguments", "probe")
-    return {"path": str(run.path), "steps": run.steps, **{name: run.facts.get(name) for name in names}}
+    names = (
+        "started",
+        "versions",
+        "environment",
+        "sources",
+        "world",
+        "sizes",
+        "seed",
+        "recompute",
+        "unseen",
+        "arguments",
+    )
+    return {"path": str(run.path), "steps": run.steps, **{name: run.facts.get(name) for name in (*names, "probe")}}
 
 
 def page(data: dict[str, Any]) -> str:

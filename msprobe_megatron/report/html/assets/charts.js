@@ -17,6 +17,8 @@ function logTicks(low, high) {
   return [[1], [1, 3], [1, 2, 5], [1, 2, 3, 4, 5, 6, 8]].map(pick).find((found) => found.length > 2) || ticks(low, high, 4);
 }
 
+// Steps with an alert are marked in every chart.
+const ALERT_STEPS = [...new Set(DATA.alerts.map((alert) => alert.step).filter(Number.isFinite))];
 // lines: [{label, steps, values, color, dash, bad}]
 function lineChart(lines, options = {}) {
   const width = options.width || 640, height = options.height || 210, left = 58, right = 14, top = 10, bottom = 28;
@@ -44,6 +46,10 @@ function lineChart(lines, options = {}) {
   const badSteps = [...new Set(lines.flatMap((line) => line.steps.filter((_, i) => line.bad && at(line.bad, i) > 0)))];
   const half = steps.length > 1 ? (x(steps[1]) - x(steps[0])) / 2 : 12;
   for (const step of badSteps) svg.append(s("rect", { class: "band", x: x(step) - half, width: 2 * half, y: top, height: height - top - bottom }));
+  for (const step of ALERT_STEPS.filter((step) => step >= first && step <= last).slice(0, 20)) {
+    const told = DATA.alerts.filter((alert) => alert.step === step).map((alert) => alert.text).slice(0, 4).join("\n");
+    svg.append(s("line", { class: "alert", x1: x(step), x2: x(step), y1: top, y2: height - bottom }, s("title", null, told)), s("text", { class: "gone", x: x(step), y: top + 4, "text-anchor": "middle" }, "▼"));
+  }
   for (const line of lines) {
     let path = "", open = false;
     line.steps.forEach((step, i) => {

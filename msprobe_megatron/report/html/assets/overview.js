@@ -7,9 +7,11 @@ function verdictCard() {
     h("div", { class: "sign", "aria-hidden": "true" }, SIGNS[verdict.tone]), h("h1", null, verdict.headline),
     h("div", { class: "findings" }, verdict.findings.map((finding) => h("div", { class: `finding ${finding.tone}` },
       h("div", { class: "title" }, finding.title), h("div", { class: "text" }, finding.text),
+      finding.facts.length ? h("dl", { class: "told" }, finding.facts.map(([label, value]) => [h("dt", null, label), h("dd", null, value)])) : null,
       finding.command || finding.key ? h("div", { class: "next" },
         finding.command ? [h("span", { class: "label" }, "next:"), h("code", { class: "command" }, finding.command), copyButton(finding.command)] : null,
-        finding.key && BY_KEY.has(finding.key) ? h("button", { class: "link", type: "button", onclick: () => showTensor(finding.key, finding.step) }, "show this tensor") : null) : null))));
+        finding.key && BY_KEY.has(finding.key) ? h("button", { class: "link", type: "button", onclick: () => showTensor(finding.key, finding.step) }, "show this tensor") : null) : null,
+      finding.then ? h("div", { class: "then" }, h("span", { class: "label" }, "then: "), finding.then) : null))));
 }
 
 function layoutWords(sizes) {
@@ -21,7 +23,7 @@ function factsCard() {
   const run = DATA.run, a = run.arguments || {}, versions = run.versions || {};
   const items = [
     ["layout", `${layoutWords(run.sizes)} (${plural(run.world || 1, "rank")})`],
-    ["steps recorded", `${run.steps.length} (${span(run.steps)})`],
+    ["steps recorded", run.steps.length ? `${run.steps.length} (${span(run.steps)})` : DATA.perturb ? `none; examined ${span(DATA.perturb.steps)}` : "none"],
     a.num_layers ? ["model", `${a.num_layers} layers × ${a.hidden_size}`] : null,
     a.global_batch_size ? ["batch", `${a.global_batch_size} in microbatches of ${a.micro_batch_size}`] : null,
     ["megatron-core", versions["megatron-core"] || "–"], ["torch", versions.torch || "–"], ["started", (run.started || "–").replace("T", " ").replace("Z", " UTC")],
@@ -56,7 +58,8 @@ function differenceCard() {
 function overviewTab() {
   const bad = DATA.verdict.headline.startsWith("Non-finite");
   const kind = DATA.heat.layers.kinds.gradient && !bad ? "gradient" : "activation";
-  const map = VERSUS && VERSUS.map ? differenceCard() : heatCard("Layers by step", "click a cell to see the layer's tensors of that step", DATA.heat.layers, "layer", showPlace, { kind });
+  if (!TENSORS.length) return h("div", { class: "stack" }, verdictCard(), factsCard(), [...findingsTab().childNodes]);
+  const map = VERSUS && VERSUS.map ? differenceCard() : !Object.keys(DATA.heat.layers.kinds).length ? null : heatCard("Layers by step", "click a cell to see the layer's tensors of that step", DATA.heat.layers, "layer", showPlace, { kind });
   // What shows the trouble comes first.
   const pictures = DATA.verdict.tone === "bad" ? [map, lossCharts()] : [lossCharts(), map];
   return h("div", { class: "stack" }, verdictCard(), factsCard(), pictures);

@@ -1,6 +1,7 @@
 // Puts the tabs together. All are built at once, so that searching in the page and printing see everything.
-const TABS = [["overview", "Overview", overviewTab], ["where", "Where", whereTab], ["when", "When", whenTab], ["who", "Who", whoTab],
-  ...(VERSUS ? [["versus", "Compare", versusTab]] : []), ["log", "Log", logTab], ["setup", "Setup", setupTab]];
+// A run of checks or examined operators alone has no tensors to show a place or a time of: its overview holds the findings.
+const TABS = [["overview", "Overview", overviewTab], ...(TENSORS.length ? [["where", "Where", whereTab], ["when", "When", whenTab]] : []), ["who", "Who", whoTab],
+  ...(VERSUS ? [["versus", "Compare", versusTab]] : []), ...(TENSORS.length ? [["findings", "Findings", findingsTab]] : []), ["log", "Log", logTab], ["setup", "Setup", setupTab]];
 
 function show(id) {
   for (const [name] of TABS) {

@@ -1,4 +1,4 @@
-// Beside a golden run: what agrees, the path to the first divergence, the suspects, the arguments that differ.
+// Beside a golden run: what agrees, the path to the first divergence, the suspects, the settings that differ.
 const STATE_ORDER = ["agree", "diverged", "inherited", "only_left", "only_right", "layout"];
 
 function versusTab() {
@@ -9,18 +9,29 @@ function versusTab() {
   return h("div", { class: "stack" },
     card({ agree: "The runs agree", diverged: "The runs diverged", incomparable: "The runs cannot be compared" }[c.verdict], c.reason, sides, c.reason ? null : h("p", null, `${total.toLocaleString("en")} tensors, shards and microbatches put together`), shares, words,
       c.hints.map((text) => h("p", null, h("span", { class: "badge note" }, "hint"), " ", text))),
-    flowCard(), suspectsCard(c), argumentsCard());
+    flowCard(), suspectsCard(c), setupCard());
 }
 function flowCard() {
   if (!VERSUS.flow.length) return null;
   const first = VERSUS.comparison.first_divergence;
-  const stops = VERSUS.flow.map((entry) => h("div", { class: `stop${entry.first ? " first" : ""}`, onclick: () => showTensor(entry.key, entry.step) },
-    h("div", { class: "dot" }, h("i", { class: `v-${entry.state}` })),
-    h("div", null, h("span", { class: "key" }, entry.name), " ", h("span", { class: "what" }, `${labelOf(entry)} · ${entry.op}${stageOf(entry.name)}`), (entry.carried || []).map((text) => h("div", { class: "muted carried" }, `carried by ${text}`))),
-    h("div", { class: "pair mono" }, `${num(entry.golden.norm, 6)} | ${num(entry.run.norm, 6)}${entry.run.bad ? ` (${entry.run.bad} non-finite)` : ""}`),
-    h("div", { class: "pair" }, h("span", { class: `badge ${{ agree: "good", diverged: "bad", inherited: "note" }[entry.state] || ""}` }, entry.first ? "first divergence" : STATE_WORDS[entry.state]))));
-  return card("How it came about", `step ${first.step}${first.microbatch === null ? "" : `, microbatch ${first.microbatch}`}: in order of cause, norms of golden | this run; error ${first.error === null ? "infinite" : num(first.error, 3)}, rounding explains ${num(first.tolerance, 3)}; ranks ${span(first.ranks)}`,
-    h("div", { class: "flow", id: "flow" }, stops), first.site && first.site.stack.length ? [h("h3", { css: { margin: "12px 0 0" } }, "Called from"), h("ol", { class: "frames mono" }, first.site.stack.slice(0, 5).map((frame) => h("li", { title: frame }, frame.split("site-packages/").pop().split("/").slice(-4).join("/"))))] : null);
+  const stops = VERSUS.flow.map((entry, n) => {
+    // A module that is named by the stop before is not named again.
+    const again = n > 0 && VERSUS.flow[n - 1].name === entry.name;
+    return h("div", { class: `stop${entry.first ? " first" : ""}`, onclick: () => showTensor(entry.key, entry.step) }, h("div", { class: "dot" }, h("i", { class: `v-${entry.state}` })),
+      h("div", null, again ? null : h("div", null, h("span", { class: "key" }, entry.name), " ", h("span", { class: "what" }, `${entry.op}${stageOf(entry.name)}`)), h("div", null, labelOf(entry), heldBy(entry)),
+        entry.carried.map((text) => h("div", { class: `carried ${/: |^no /.test(text) ? "bad-text" : "muted"}` }, text))),
+      h("div", { class: "pair mono" }, num(entry.golden.norm, 6)), h("div", { class: "pair mono" }, `${num(entry.run.norm, 6)}${entry.run.bad ? ` (${entry.run.bad} non-finite)` : ""}`),
+      h("div", { class: "pair" }, h("span", { class: `badge ${{ agree: "good", diverged: "bad", inherited: "note" }[entry.state] || ""}` }, entry.first ? "first divergence" : STATE_WORDS[entry.state])));
+  });
+  const head = h("div", { class: "flow-head" }, h("div"), h("div", null, "tensor, and the norm that each rank holds"), h("div", { class: "pair" }, "golden"), h("div", { class: "pair" }, "this run"), h("div"));
+  return card("How it came about", `step ${first.step}${first.microbatch === null ? "" : `, microbatch ${first.microbatch}`}, in order of cause; error ${first.error === null ? "infinite" : num(first.error, 3)}, rounding explains ${num(first.tolerance, 3)}; ranks ${span(first.ranks)}`,
+    h("div", { class: "flow", id: "flow" }, head, stops), VERSUS.way.communication || (DATA.run.world || 1) === 1 ? null : h("p", { class: "muted" }, "Communication was not recorded; with dump: {level: mix} this list names what carried each value from rank to rank."),
+    first.site && first.site.stack.length ? [h("h3", { css: { margin: "12px 0 0" } }, "Called from"), h("ol", { class: "frames mono" }, first.site.stack.slice(0, 5).map((frame) => h("li", { title: frame }, frame.split("site-packages/").pop().split("/").slice(-4).join("/"))))] : null);
+}
+function heldBy(entry) {
+  if (entry.ranks.length < 2) return null;
+  const shard = entry.ranks[0][2];
+  return h("span", { class: "what mono held" }, `${entry.ranks.map(([rank, norm, , bad]) => `rank ${rank}: ${num(norm, 5)}${bad ? ` (${bad} non-finite)` : ""}`).join(" · ")}${shard && !shard.startsWith("?") ? `  [${shard}]` : ""}`);
 }
 function stageOf(name) {
   const found = DATA.stages.filter((stage) => stage.names.includes(name));
@@ -33,10 +44,13 @@ function suspectsCard(c) {
     h("td", { class: "n" }, d.error === null ? "infinite" : num(d.error, 3)), h("td", { class: "n" }, num(d.tolerance, 3)), h("td", null, h("span", { class: `badge ${d.state === "diverged" ? "bad" : "note"}` }, STATE_WORDS[d.state] || d.state)), h("td", null, d.what)); });
   return card("Next suspects", null, table([{ title: "tensor" }, { title: "step", number: true }, { title: "microbatch", number: true }, { title: "ranks" }, { title: "error", number: true }, { title: "allowed", number: true }, { title: "state" }, { title: "what" }], rows, { id: "suspects" }));
 }
-function argumentsCard() {
-  if (!VERSUS.arguments.length) return card("Arguments", "Both runs were started with the same arguments and versions.");
-  const text = (value) => (value === null || value === undefined ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));
-  const tone = { numbers: "bad", versions: "note" };
-  return card("Arguments that differ", "those that change numbers first", table([{ title: "argument" }, { title: "golden" }, { title: "this run" }, { title: "effect" }],
-    VERSUS.arguments.map((entry) => h("tr", null, h("td", { class: "key" }, entry.name), h("td", { class: "mono" }, text(entry.golden)), h("td", { class: "mono" }, text(entry.run)), h("td", null, h("span", { class: `badge ${tone[entry.group] || ""}` }, entry.group)))), { id: "argument-differences" }));
+const EFFECT_WORDS = { model: "another model", weights: "other weights", data: "other data", optimizer: "other updates", precision: "rounding", kernels: "kernels: rounding", versions: "other software", unknown: "effect not known", layout: "layout: rounding", none: "no effect on numbers" };
+function setupCard() {
+  const rowOf = (entry) => h("tr", null, h("td", { class: "key" }, entry.name), h("td", { class: "mono" }, plain(entry.golden)), h("td", { class: "mono" }, plain(entry.run)),
+    h("td", null, h("span", { class: `badge ${{ model: "bad", weights: "bad", data: "bad", optimizer: "bad", layout: "", none: "" }[entry.effect] ?? "note"}` }, EFFECT_WORDS[entry.effect] || entry.effect)));
+  const columns = [{ title: "setting" }, { title: "golden" }, { title: "this run" }, { title: "effect" }];
+  const matter = VERSUS.setup.filter((entry) => entry.effect !== "none"), rest = VERSUS.setup.filter((entry) => entry.effect === "none");
+  return card("How the two were set up", matter.length ? "arguments, environment, versions, sources, weights and data that differ; those that change numbers most first" : "Nothing that can change a number differs: arguments, environment, versions, sources.",
+    matter.length ? table(columns, matter.map(rowOf), { id: "setup-differences" }) : null,
+    rest.length ? h("details", null, h("summary", null, `${plural(rest.length, "more setting")} without effect on numbers`), table(columns, rest.map(rowOf))) : null);
 }

@@ -153,9 +153,9 @@ function drawDetail() {
       VERSUS ? h("td", null, state ? h("span", { class: `badge ${{ agree: "good", diverged: "bad", inherited: "note" }[state[0]] || ""}` }, `${STATE_WORDS[state[0]]}${state[0] === "diverged" || state[0] === "inherited" ? ` since ${state[1]}` : ""}`) : "–") : null);
   });
   const stage = DATA.stages.filter((entry) => entry.names.includes(where.name)).map((entry) => `stage ${entry.pp} (ranks ${span(entry.ranks)})`).join(", ");
-  detailPlace.replaceChildren(
+  detailPlace.replaceChildren(...[
     card(where.name, [classOf(where.name) || tensors[0].op, stage].filter(Boolean).join(" · "), h("div", { class: "muted" }, `step ${STEPS[i]}, all microbatches and shards put together`), table(columns, rows, { id: "tensors" })),
-    trendOf(BY_KEY.get(where.key)), shardsOf(BY_KEY.get(where.key)), stackOf(where.name));
+    trendOf(BY_KEY.get(where.key)), shardsOf(BY_KEY.get(where.key)), stackOf(where.name)].filter(Boolean));
 }
 
 function trendOf(t) {
