@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from msprobe_megatron.bench.turns import Variants, Workload
+from msprobe_megatron.bench.turns import Progress, Variants, Workload, silent
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Options:
     ranks: int | None = None
     model: str | None = None
     peer_python: str | None = None
-    progress: Callable[[str], None] = lambda text: None
+    progress: Progress = silent
 
     def chosen(self, workloads: Iterable[Workload]) -> list[Workload]:
         """The workloads that are asked for, with the number of turns that is asked for."""

@@ -12,12 +12,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.bench.turns import Variants, Workload
+from msprobe_megatron.bench.turns import Progress, Variants, Workload, silent
 
 _PATIENCE_SECONDS = 1800
 
@@ -27,7 +27,7 @@ def measure_in_processes(
     variants: Variants,
     out: Path,
     ranks: int,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Progress = silent,
 ) -> list[dict[str, Any]]:
     """Run `workload` over `ranks` processes of this machine.
 
@@ -95,6 +95,8 @@ def together(tables: list[list[Mapping[str, Any]]]) -> list[dict[str, Any]]:
             spread=max(other["spread"] for other in of_ranks),
             peak_bytes=max(other["peak_bytes"] for other in of_ranks),
             memory_ratio=max(other["memory_ratio"] for other in of_ranks),
+            extra_bytes=max(other["extra_bytes"] for other in of_ranks),
+            least_ratio=max(other["least_ratio"] for other in of_ranks),
             # Every rank looked at the same directory when its turn ended; the last one saw the most.
             bytes=max(other["bytes"] for other in of_ranks),
             files=max(other["files"] for other in of_ranks),

@@ -1,7 +1,8 @@
 """Where the time of a variant goes: the functions of the kit in the training thread, and the writer thread as a whole.
 
 For a line of a table that missed its target: the profile says what bounds it. Python's profiler makes small functions
-look dearer than they are, so that shares are given, not times; the writer's share is measured, not profiled.
+look dearer than they are, so that shares are given, not times; the writer's share is measured, not profiled. What a
+function of the kit calls that is no Python, such as the kernel or an operator of torch, has a line of its own.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.bench.turns import Workload
+from msprobe_megatron.bench.targets import verdicts
+from msprobe_megatron.bench.turns import Progress, Workload, silent
 from msprobe_megatron.bench.workloads import WORKLOADS
 
 _PACKAGE = str(Path(__file__).parents[1])
-_STEPS = 12
+_WARM_UP, _STEPS, _STEPS_OF_LARGE = 2, 12, 3
 _LINES = 10
 
 
@@ -36,49 +38,82 @@ def profile(workload: Workload, variant: Mapping[str, Any], line: Mapping[str, A
 
     watched = cProfile.Profile()
     sessions: list[Any] = []
+    last = _WARM_UP + (_STEPS if line["median_s"] < 0.1 else _STEPS_OF_LARGE)  # noqa: PLR2004
 
     def ready(chunks: Any, optimizer: Any) -> None:
-        folder = out / f"profile_{str(line['name']).replace(':', '_')}"
+        folder = out / f"profile_{str(line['name']).replace(':', '_').replace('+', '_')}"
         config = from_document(dict(variant), "bench", Overrides(output=str(folder)))
         sessions.append(attach(chunks, optimizer, config, step=0))
 
     def after(step: Any) -> None:
-        if step.iteration == 2:  # noqa: PLR2004 - caches are filled
+        if step.iteration == _WARM_UP:  # caches are filled
             watched.enable()
-        elif step.iteration == _STEPS:
+        elif step.iteration == last:
             watched.disable()
 
-    flags = [*workload.flags.split(), "--train-iters", str(_STEPS + 1), "--log-interval", "1000000000"]
+    flags = [*workload.flags.split(), "--train-iters", str(last + 1), "--log-interval", "1000000000"]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run(flags, Callbacks(ready=ready, step=after))
         sessions[0].close()
-    return _text(pstats.Stats(watched), line)
+    return text(pstats.Stats(watched), line)
 
 
-def _text(stats: pstats.Stats, line: Mapping[str, Any]) -> str:
-    own: dict[str, float] = {}
-    for (file, _, function), (_, _, seconds, _, _) in stats.stats.items():  # type: ignore[attr-defined]
-        where = Path(file).relative_to(_PACKAGE).with_suffix("").as_posix() if file.startswith(_PACKAGE) else ""
-        if where and not where.startswith(("demo", "bench", "backends")):
-            own[f"{where}.{function}"] = own.get(f"{where}.{function}", 0.0) + seconds
+def text(stats: pstats.Stats, line: Mapping[str, Any]) -> str:
+    """The shares of a profile, in words.
+
+    Example: ``text(pstats.Stats(profile), {"name": "h64:L0", "ratio": 1.7, "training_ratio": 1.5})``.
+    """
+    own = _own_seconds(stats)
     total = sum(own.values()) or 1.0
     writer = max(0.0, line["ratio"] - line["training_ratio"])
     added = max(1e-9, line["ratio"] - 1)
-    shares = [f"the writer thread {writer / added:.0%} of what is added; of the training thread's part"]
+    shares = [f"the writer thread {min(1.0, writer / added):.0%} of what is added; of the training thread's part"]
     largest = sorted(own.items(), key=lambda item: -item[1])[:_LINES]
     shares += [f"`{name}` {seconds / total:.0%}" for name, seconds in largest]
     return f"{line['name']}: {', '.join(shares)}."
 
 
-def profiles(bench: Any, lines: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
-    """A text for each line of a bench's `VARIANTS` that missed its target.
+def _own_seconds(stats: pstats.Stats) -> dict[str, float]:
+    """Seconds in each function of the kit, and in what it calls directly that is not the kit's and not Python's."""
+    own: dict[str, float] = {}
+    for (file, _, function), (_, _, seconds, _, callers) in stats.stats.items():  # type: ignore[attr-defined]
+        where = _place(file)
+        if where:
+            key = f"{where}.{function}"
+            own[key] = own.get(key, 0.0) + seconds
+        elif file == "~":  # built in: its time belongs to whoever calls it
+            for (caller_file, _, caller), (_, _, its, _) in callers.items():
+                if place := _place(caller_file):
+                    key = f"{place}.{caller} → {_built_in(function)}"
+                    own[key] = own.get(key, 0.0) + its
+    return own
+
+
+def _place(file: str) -> str:
+    """The module of the kit that a file is, without the parts that are not the kit's work in a job."""
+    if not file.startswith(_PACKAGE):
+        return ""
+    where = Path(file).relative_to(_PACKAGE).with_suffix("").as_posix()
+    return "" if where.startswith(("demo", "bench", "backends")) else where
+
+
+def _built_in(function: str) -> str:
+    """``<built-in method torch._C.foo>`` and ``<method 'add' of ...>`` in short."""
+    words = function.strip("<>").removeprefix("built-in method ").removeprefix("method ").replace("'", "")
+    return words.partition(" of ")[0].partition(" object at ")[0]
+
+
+def profiles(bench: Any, lines: Sequence[Mapping[str, Any]], out: Path, progress: Progress = silent) -> list[str]:
+    """A text for each line of a bench's `VARIANTS` that missed what was asked.
 
     Example: ``profiles(msprobe_megatron.bench.dump, lines, Path("bench_out"))``.
     """
+    missed = dict.fromkeys(verdict.name for verdict in verdicts(lines) if not verdict.met)
+    known = getattr(bench, "WORKLOADS", WORKLOADS)
     found = []
     for line in lines:
         size, _, name = str(line["name"]).partition(":")
-        missed = line.get("target") is not None and line["ratio"] > line["target"]
-        if missed and size in WORKLOADS and name in getattr(bench, "VARIANTS", {}):
-            found.append(profile(WORKLOADS[size], bench.VARIANTS[name], line, out))
+        if line["name"] in missed and size in known and name in getattr(bench, "VARIANTS", {}):
+            progress(f"profile: {line['name']}")
+            found.append(profile(known[size], bench.VARIANTS[name], line, out))
     return found

@@ -1,26 +1,47 @@
 """The clockwork of every bench: variants of the kit that take turns within one job, and the lines of the table.
 
 A variant is a probe file laid over the demo model; all of them train the same model in the same processes, one after
-the other and again, so that a busy machine is unfair to all of them alike. The time is that of the whole process,
-writer thread included, until the step's files are written; medians are compared. What a bench adds is its variants.
+the other and again, so that a busy machine is unfair to all of them alike; each turn begins with another variant, so
+that none always follows the same one. The time is that of the whole process, writer thread included, until the step's
+files are written; medians are compared. What a bench adds is its variants.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
+import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from msprobe_megatron.bench.memory import PeakMemory
 
 PLAIN = "plain"
 Variants = Mapping[str, Mapping[str, Any]]
-Progress = Callable[[str], None]
+_MANY_VARIANTS = 4
+
+
+class BenchFailed(Exception):
+    """A figure that cannot be had; the text says why and what to change."""
+
+
+class Progress(Protocol):
+    """Told what is being done and, where it is known, which share of it is over."""
+
+    def __call__(self, text: str, share: float | None = None) -> None:
+        """Show it."""
+
+
+def silent(text: str, share: float | None = None) -> None:
+    """Show nothing.
+
+    Example: ``measure(workload, variants, out, progress=silent)``.
+    """
 
 
 @dataclass(frozen=True)
@@ -37,17 +58,15 @@ class Workload:
     warm_up: int = 1
     whole: bool = False
     """A turn is timed as a whole: what is done once in many steps, such as a file of the monitor, is in the figure."""
-    best: bool = False
-    """The least of the times counts instead of the median: for costs that are smaller than what others on the machine
-    add to a step now and then."""
 
 
 @dataclass(frozen=True)
 class Result:
     """One line of the table; times are CPU seconds of a step, sizes are those that a turn of the variant wrote.
 
-    `ratio` counts the whole process, `training_ratio` the thread that trains, without the writer's. `spread` is the
-    distance between the quartiles over the median. `microseconds` is what a row costs the training thread.
+    `ratio` counts the whole process, `training_ratio` the thread that trains, without the writer's; both are of
+    medians, `least_ratio` is of the least times. `spread` is the distance between the quartiles over the median.
+    `microseconds` is what a row costs the training thread, `extra_bytes` what the peak of memory gained.
     """
 
     name: str
@@ -61,13 +80,15 @@ class Result:
     files: int
     rows: int
     microseconds: float | None
+    extra_bytes: int
+    least_ratio: float
 
     def as_dict(self) -> dict[str, Any]:
         """The line for `--json`."""
         return asdict(self)
 
 
-def measure(workload: Workload, variants: Variants, out: Path, progress: Progress = lambda text: None) -> list[Result]:
+def measure(workload: Workload, variants: Variants, out: Path, progress: Progress = silent) -> list[Result]:
     """Train the workload in this process and return a line for each variant, the first for no tool at all.
 
     Example::
@@ -104,9 +125,7 @@ class Turns:
         turns.results()
     """
 
-    def __init__(
-        self, workload: Workload, variants: Variants, out: Path, progress: Progress = lambda text: None
-    ) -> None:
+    def __init__(self, workload: Workload, variants: Variants, out: Path, progress: Progress = silent) -> None:
         self._workload, self._variants, self._out, self._progress = workload, variants, out, progress
         self.times: dict[str, list[float]] = {name: [] for name in (PLAIN, *variants)}
         self.training: dict[str, list[float]] = {name: [] for name in self.times}
@@ -121,7 +140,15 @@ class Turns:
     @property
     def iterations(self) -> int:
         """How many steps the job has to make."""
-        return 2 + self._workload.turns * len(self.times) * (self._workload.steps + self._workload.warm_up)
+        return 2 + self._workload.turns * len(self._order(0)) * (self._workload.steps + self._workload.warm_up)
+
+    def _order(self, turn: int) -> list[str]:
+        """The variants of a turn; no tool at all twice among many of them, for it is a part of every ratio."""
+        names = list(self.times)
+        if len(self._variants) >= _MANY_VARIANTS:
+            names.insert(len(names) // 2 + 1, PLAIN)
+        first = turn % len(names)
+        return names[first:] + names[:first]
 
     def ready(self, chunks: Any, optimizer: Any) -> None:
         """All is built, nothing has run."""
@@ -137,8 +164,11 @@ class Turns:
         yield  # two steps in which allocators and caches find their size
         yield
         for turn in range(self._workload.turns):
-            self._progress(f"{self._workload.name}: turn {turn + 1} of {self._workload.turns}")
-            for name in self.times:
+            order = self._order(turn)
+            for at, name in enumerate(order):
+                share = (turn + at / len(order)) / self._workload.turns
+                self._progress(f"{self._workload.name}: turn {turn + 1} of {self._workload.turns}", share)
+                self._memory.trim()
                 self._attach(name, turn)
                 for _ in range(self._workload.warm_up):
                     yield
@@ -189,21 +219,26 @@ class Turns:
         if self._session is None:
             return
         self._session.close()
+        if self._session.faults:
+            # The kit has disarmed itself, as it should; what would be measured is a job without it.
+            raise BenchFailed(f"{self._workload.name}:{name}: {self._session.faults[0]}")
         if self._session.selected:
             counts = self._session.writer.counts.as_dict()
             self._rows[name] = counts["rows_written"] // max(1, counts["steps_written"])
         self._written[name] = size_of(self._folder(name, turn))
         self._session = None
+        if turn and "WORLD_SIZE" not in os.environ:  # other ranks may still be writing into it
+            shutil.rmtree(self._folder(name, turn), ignore_errors=True)
 
     def results(self) -> list[Result]:
-        """A line for each variant; ratios are those of medians, or of the best times."""
-        typical = min if self._workload.best else statistics.median
-        base, training = typical(self.times[PLAIN]), typical(self.training[PLAIN])
-        memory = max(self._peaks[PLAIN])
+        """A line for each variant; ratios are those of medians."""
+        middle = statistics.median
+        base, training = middle(self.times[PLAIN]), middle(self.training[PLAIN])
+        memory = middle(self._peaks[PLAIN])
         lines = []
         for name, times in self.times.items():
-            median, rows = typical(times), self._rows[name]
-            own, peak = typical(self.training[name]), max(self._peaks[name])
+            median, own, rows = middle(times), middle(self.training[name]), self._rows[name]
+            peak = middle(self._peaks[name])
             lines.append(
                 Result(
                     f"{self._workload.name}:{name}",
@@ -211,11 +246,13 @@ class Turns:
                     own / training,
                     median,
                     spread(times),
-                    peak,
+                    max(self._peaks[name]),
                     peak / memory if memory else 1.0,
                     *self._written[name],
                     rows,
                     (own - training) * 1e6 / rows if rows else None,
+                    max(0, round(peak - memory)),
+                    min(times) / min(self.times[PLAIN]),
                 )
             )
         return lines

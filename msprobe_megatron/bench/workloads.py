@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from msprobe_megatron.bench.turns import Workload
+from collections.abc import Iterable
+
+from msprobe_megatron.bench.options import Options
+from msprobe_megatron.bench.turns import BenchFailed, Workload
 
 _LAYERS = "--num-layers 4 --micro-batch-size 1 --attention-dropout 0 --hidden-dropout 0"
 _LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope"
@@ -10,9 +13,9 @@ _COMMON = f"{_LAYERS} {_LLAMA}"
 _SMALL = "--hidden-size 64 --num-attention-heads 4 --seq-length 32"
 
 WORKLOADS = {
-    "h64": Workload("h64", f"{_COMMON} {_SMALL}", 15, 3),
+    "h64": Workload("h64", f"{_COMMON} {_SMALL}", 40, 3),
     "h512": Workload("h512", f"{_COMMON} --hidden-size 512 --num-attention-heads 8 --seq-length 256 --bf16", 5, 2),
-    "h1024": Workload("h1024", f"{_COMMON} --hidden-size 1024 --num-attention-heads 16 --seq-length 512", 5, 1),
+    "h1024": Workload("h1024", f"{_COMMON} --hidden-size 1024 --num-attention-heads 16 --seq-length 512", 6, 2),
 }
 
 # What tells the models apart; width and depth are those of a small machine.
@@ -36,3 +39,30 @@ def workload_of(model: str, turns: int = 5, steps: int = 2) -> Workload:
     Example: ``workload_of("llama2")``.
     """
     return Workload(model, f"{_DEPTH} {_WIDTH} {ARCHITECTURES[model]}", turns, steps)
+
+
+def asked(options: Options, usual: Iterable[Workload]) -> list[Workload]:
+    """The workloads of `--model`, or the usual ones; flags of Megatron are taken as they are.
+
+    Example: ``asked(Options(out, model="--num-layers 2 --hidden-size 128 …"), [WORKLOADS["h64"]])``.
+    """
+    if options.model is None:
+        return options.chosen(usual)
+    turns = options.turns or 5
+    if options.model.startswith("--"):
+        return [Workload("model", options.model, turns, 2)]
+    names = list(ARCHITECTURES) if options.model == "all" else [options.model]
+    return [workload_of(known(name, ARCHITECTURES), turns) for name in names]
+
+
+def known(name: str, names: Iterable[str]) -> str:
+    """The name, if it is one of `names`; else an error that lists them.
+
+    Example: ``known("llama2", ARCHITECTURES)``.
+    """
+    if name not in (accepted := list(names)):
+        raise BenchFailed(
+            f"--model {name!r}: accepted are {', '.join(accepted)}, all, and flags of Megatron"
+            ' (--model="--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64")'
+        )
+    return name

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from msprobe_megatron.commands import CANNOT, OK
 
 if TYPE_CHECKING:
-    from msprobe_megatron.bench.options import Bench
+    from msprobe_megatron.bench.options import Bench, Options
 
 HELP = "what the kit costs on this machine: CPU time of a training step with it over without it"
 EXAMPLE = "msprobe-megatron bench dump --only h64 --out bench_out"
@@ -21,12 +23,15 @@ EXAMPLE = "msprobe-megatron bench dump --only h64 --out bench_out"
 BENCHES = {
     "dump": "msprobe_megatron.bench.dump",
     "compare": "msprobe_megatron.bench.compare",
+    "counts": "msprobe_megatron.bench.counts",
     "monitor": "msprobe_megatron.bench.monitor",
     "perturb": "msprobe_megatron.bench.perturb",
     "scaling": "msprobe_megatron.bench.scaling",
     "volume": "msprobe_megatron.bench.volume",
     "layers": "msprobe_megatron.bench.layers",
 }
+# Every line has these, empty where they have no meaning for it.
+KEYS = ("name", "ratio", "median_s", "spread", "peak_bytes", "bytes", "files")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,46 +39,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=list(BENCHES), help="the part to measure")
     parser.add_argument("--out", help="put the table (Markdown, JSON), its picture and the recorded runs here")
     parser.add_argument("--only", help="one workload, by name, such as h64")
-    parser.add_argument("--turns", type=int, help="turns of each variant (default: those of the workload)")
-    parser.add_argument("--ranks", type=int, help="processes (default: those of the bench)")
-    parser.add_argument("--model", help="architecture instead of the demo GPT, where the bench has several")
+    parser.add_argument("--turns", type=_count, help="turns of each variant (default: those of the workload)")
+    parser.add_argument("--ranks", type=_count, help="processes (default: those of the bench)")
+    parser.add_argument(
+        "--model",
+        help="another model than the demo GPT: a name such as llama2 (a wrong one lists them), all,"
+        ' or flags of Megatron: --model="--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64"',
+    )
     parser.add_argument("--profile", action="store_true", help="say where the time goes where a target is missed")
     parser.add_argument("--peer-python", help="interpreter that has mindstudio-probe: adds its column")
 
 
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r}: accepted are whole numbers from 1 to 65536")
+    return int(text)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from msprobe_megatron.bench.machine import machine
     from msprobe_megatron.bench.options import Options
-    from msprobe_megatron.bench.profile import profiles
+    from msprobe_megatron.bench.peer.columns import check_peer
+    from msprobe_megatron.report.bar import Bar
     from msprobe_megatron.report.bench import print_costs, write_costs
 
-    chosen = cast("Bench", importlib.import_module(BENCHES[arguments.what]))
-    with tempfile.TemporaryDirectory(prefix="msprobe_bench_") as temporary:
-        options = Options(
-            Path(arguments.out or temporary),
-            arguments.only,
-            arguments.turns,
-            arguments.ranks,
-            arguments.model,
-            arguments.peer_python,
-            _progress,
-        )
-        results = chosen.bench(options)
-        if not results:
-            print(f"bench {arguments.what}: nothing is called {arguments.only or arguments.model!r}", file=sys.stderr)
+    peer = check_peer(arguments.peer_python) if arguments.peer_python else None
+    with tempfile.TemporaryDirectory(prefix="msprobe_bench_") as temporary, Bar() as bar:
+        try:
+            runs = _runs_folder(arguments) if arguments.out else Path(temporary)
+            options = Options(
+                runs,
+                arguments.only,
+                arguments.turns,
+                arguments.ranks,
+                arguments.model,
+                arguments.peer_python,
+                bar,
+            )
+            report = _report(arguments, options, peer)
+            if arguments.out and report["results"]:
+                write_costs(report, Path(arguments.out))
+        except OSError as error:
+            print(f"bench {arguments.what}: {error.filename or arguments.out}: {error.strerror}", file=sys.stderr)
             return CANNOT
-        report = {
-            "bench": arguments.what,
-            "command": _command(arguments),
-            "machine": machine(),
-            "about": chosen.ABOUT,
-            "results": results,
-        }
-        if arguments.profile:
-            report["profiles"] = profiles(chosen, results, options.out)
-        if arguments.out:
-            write_costs(report, Path(arguments.out))
+    if not report["results"]:
+        print(f"bench {arguments.what}: nothing is called {arguments.only or arguments.model!r}", file=sys.stderr)
+        return CANNOT
     if arguments.json:
         print(json.dumps(report))
     else:
@@ -81,16 +92,46 @@ def run(arguments: argparse.Namespace) -> int:
     return OK
 
 
+def _report(arguments: argparse.Namespace, options: Options, peer: str | None) -> dict[str, Any]:
+    from msprobe_megatron.bench.machine import machine
+    from msprobe_megatron.bench.profile import profiles
+
+    chosen = cast("Bench", importlib.import_module(BENCHES[arguments.what]))
+    results = [{**dict.fromkeys(KEYS), **line} for line in chosen.bench(options)]
+    report = {
+        "bench": arguments.what,
+        "file": _stem(arguments),
+        "command": _command(arguments),
+        "machine": machine(),
+        "peer": peer,
+        "about": chosen.ABOUT,
+        "results": results,
+    }
+    if arguments.profile:
+        report["profiles"] = profiles(chosen, results, options.out, options.progress)
+    return report
+
+
+def _stem(arguments: argparse.Namespace) -> str:
+    """Name of the files: parts of a bench stand beside each other."""
+    words = [arguments.what, arguments.model, arguments.only]
+    return "_".join(re.sub(r"\W+", "_", word).strip("_") for word in words if word)
+
+
+def _runs_folder(arguments: argparse.Namespace) -> Path:
+    """Where the runs go that are recorded; those of an earlier call make room."""
+    folder = Path(arguments.out) / "runs" / _stem(arguments)
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
 def _command(arguments: argparse.Namespace) -> str:
     """What was typed, without the places of this machine."""
     words = ["msprobe-megatron bench", arguments.what]
     for name in ("only", "turns", "ranks", "model"):
         value = getattr(arguments, name)
-        words += [f"--{name} {value}"] if value is not None else []
+        words += [f'--{name}="{value}"' if " " in str(value) else f"--{name} {value}"] if value is not None else []
     words += ["--peer-python PYTHON"] if arguments.peer_python else []
     return " ".join(words)
-
-
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

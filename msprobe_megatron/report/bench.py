@@ -11,24 +11,32 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from msprobe_megatron.report.files import write_chunks
+
 Line = Mapping[str, Any]
 # Heading, key, and how it is written; a column that no line has is left out.
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("", "name", "{}"),
     ("ratio", "ratio", "{:.3f}"),
     ("asked", "target", "{:.4g}"),
-    ("training", "training_ratio", "{:.3f}"),
     ("msprobe", "peer_ratio", "{:.2f}"),
+    ("training", "training_ratio", "{:.3f}"),
+    ("least", "least_ratio", "{:.3f}"),
     ("ms a step", "median_s", "ms"),
     ("spread", "spread", "{:.0%}"),
     ("peak", "peak_bytes", "size"),
     ("memory", "memory_ratio", "{:.2f}"),
+    ("added memory", "extra_bytes", "size"),
     ("written", "bytes", "size"),
     ("files", "files", "{}"),
     ("rows a step", "rows", "{}"),
     ("µs a row", "microseconds", "{:.1f}"),
+    ("msprobe peak", "peer_peak_bytes", "size"),
+    ("msprobe written", "peer_bytes", "size"),
+    ("msprobe files", "peer_files", "{}"),
 )
-_FILES_FIRST = ("files", "peak", "spread")  # what a narrow terminal does without first
+_NO_COLUMN = {"asked"}  # of further figures of a line
+_FILES_FIRST = ("msprobe files", "msprobe written", "msprobe peak", "added memory", "least", "files", "peak", "spread")
 _PAPER = 100
 _VERSIONS = ("torch", "megatron-core", "torch_npu", "numpy", "msprobe_megatron")
 _KNOWN = {key for _, key, _ in _COLUMNS}
@@ -76,22 +84,23 @@ def _fitting(headings: list[str], rows: list[list[str]], width: int) -> tuple[li
 
 
 def write_costs(report: Mapping[str, Any], out: Path) -> list[Path]:
-    """Write `<bench>.json`, `<bench>.md` and `<bench>.svg` into `out`; returns their paths.
+    """Write `<file>.json`, `.md` and `.svg` of the report into `out`; returns their paths.
 
     Example::
 
         write_costs(report, Path("bench_out"))
     """
-    out.mkdir(parents=True, exist_ok=True)
+    name = report.get("file", report["bench"])
     texts = {
-        "json": json.dumps(report, indent=1),
         "md": markdown(report),
         "svg": bars(report["results"], f"bench {report['bench']}: ratio to no tool"),
+        # Last: who finds it finds all.
+        "json": json.dumps(report, indent=1),
     }
     paths = []
     for ending, text in texts.items():
-        path = out / f"{report['bench']}.{ending}"
-        path.write_text(text, encoding="utf-8")
+        path = out / f"{name}.{ending}"
+        write_chunks(path, [text.encode()], make_folder=True)
         paths.append(path)
     return paths
 
@@ -168,7 +177,8 @@ def bars(lines: Sequence[Line], title: str) -> str:
 def _cells(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
     columns = [c for c in _COLUMNS if any(line.get(c[1]) not in (None, "") for line in lines)]
     # What a bench adds for itself comes after what all have, under its own key.
-    more = list(dict.fromkeys(key for line in lines for key in line if key not in _KNOWN))
+    more = dict.fromkeys(key for line in lines for key, value in line.items() if value is not None)
+    more = {key: None for key in more if key not in _KNOWN and key not in _NO_COLUMN}
     columns += [(key.replace("_", " "), key, "{}") for key in more]
     return [heading for heading, _, _ in columns], [
         [_text(line.get(key), form) for _, key, form in columns] for line in lines

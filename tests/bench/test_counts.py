@@ -1,15 +1,16 @@
 """A guard against growing cost that does not depend on the machine: what can be counted is counted, not timed."""
 
 import gc
+import json
 import sys
-from collections import Counter
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from msprobe_megatron import attach, native
+from msprobe_megatron.bench.counts import VARIANTS, Counting, hooks
+from msprobe_megatron.cli import main
 from msprobe_megatron.config import Overrides, from_document
 
 LAYERS, WIDTH = 6, 16
@@ -18,16 +19,6 @@ LAYERS, WIDTH = 6, 16
 ROWS_OF_MODULES = (LAYERS + 1) * 4 - 2
 # Weight and bias of each linear, their gradients.
 ROWS_OF_PARAMETERS = LAYERS * 2 * 2
-
-
-class Counting(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Net(nn.Module):
@@ -39,10 +30,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def hooks(net):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in net.modules())
 
 
 @pytest.fixture
@@ -115,3 +102,33 @@ def test_recorded_steps_leave_no_objects_behind(job):
             blocks.append(sys.getallocatedblocks())
     # Steps are kept as numbers in a list; anything else that stayed would be hundreds of blocks a step.
     assert (blocks[-1] - blocks[2]) / 15 < 20
+
+
+def test_what_waits_and_what_is_allocated_is_seen():
+    x = torch.arange(6.0)
+    with Counting() as quiet:
+        x + 1
+    with Counting() as waiting:
+        x.sum().item()
+        x.nonzero()
+        x.clone()
+    assert (quiet.waits(), quiet.allocations(), sum(quiet.counts.values())) == (0, 0, 1)
+    assert (waiting.waits(), waiting.allocations()) == (2, 1)
+
+
+def test_the_command_counts_the_same_for_megatron(tmp_path, capsys):
+    if native.kernel() is None:
+        pytest.skip("no compiler here: the torch twin needs operations")
+    assert main(["bench", "counts", "--json", "--out", str(tmp_path)]) == 0
+    lines = {line["name"]: line for line in json.loads(capsys.readouterr().out)["results"]}
+    assert set(lines) == set(VARIANTS)
+    for name, line in lines.items():
+        assert line["host_synchronisations"] <= (1 if name.startswith("dump") else 0)
+        assert line["collectives"] == 0
+        # One table of slots a step and no copies of tensors, whatever the number of rows.
+        assert line["allocations"] <= 2
+        assert line["operations"] <= 48
+        if name.endswith("idle"):
+            assert (line["rows"], line["hooks"], line["operations"], line["allocations"]) == (0, 0, 0, 0)
+        else:
+            assert line["rows"] > 300

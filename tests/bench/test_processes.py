@@ -16,6 +16,7 @@ def line(name, seconds, training, rows):
     return {
         **{"name": name, "ratio": 1.0, "training_ratio": training, "median_s": seconds, "spread": 0.1},
         **{"peak_bytes": 10, "memory_ratio": 1.0, "bytes": 5, "files": 2, "rows": rows, "microseconds": None},
+        **{"extra_bytes": 0, "least_ratio": 1.0},
     }
 
 

@@ -1,29 +1,12 @@
 """Recording makes the host wait for nothing: the operations that would read a device are counted."""
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from msprobe_megatron import attach
+from msprobe_megatron.bench.counts import WAITING, Counting
 from msprobe_megatron.config import Overrides, from_document
-
-# What makes the host wait on an accelerator: reading one number, and finding out how many there are.
-_WAITING = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "unique2"}
-
-
-class Counting(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Net(nn.Module):
@@ -64,5 +47,5 @@ def test_at_most_one_synchronisation_a_step(tmp_path, monkeypatch, dump, kernel)
         step(net, optimizer)
     session.close()
     assert session.faults == [] and session.writer.counts.rows_written >= 50
-    waits = {name: recorded.counts[name] - plain.counts[name] for name in _WAITING}
+    waits = {name: recorded.counts[name] - plain.counts[name] for name in WAITING}
     assert sum(waits.values()) <= 1, waits

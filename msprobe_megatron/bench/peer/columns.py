@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from msprobe_megatron.bench.options import Options
+from msprobe_megatron.bench.turns import spread
 
 _WORKER = Path(__file__).with_name("worker.py")
-_PATIENCE_SECONDS = 900
+_PATIENCE_SECONDS = 180
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,29 @@ class PeerFailed(Exception):
     """A process of a bench ended badly; the text says which and why."""
 
 
+def check_peer(python: str) -> str:
+    """The version of mindstudio-probe that an interpreter has; raises where there is none, before an hour is spent.
+
+    Example: ``check_peer("bench_out/peer_26.2.0/bin/python")  # "26.2.0"``
+    """
+    ask = "import importlib.metadata as m, torch; print(m.version('mindstudio-probe'))"
+    try:
+        done = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=300, check=False)
+    except OSError as error:
+        raise PeerFailed(f"--peer-python: {python} cannot be run ({error.strerror}); name an interpreter") from None
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise PeerFailed(
+            f"--peer-python: {python} has no torch with mindstudio-probe ({reason});"
+            " scripts/bench_peer.sh makes an environment that has"
+        )
+    return done.stdout.strip()
+
+
 def columns(
-    size: str, pairs: Sequence[Pair], options: Options, steps: int = 10, rounds: int = 3
+    size: str, pairs: Sequence[Pair], options: Options, steps: int = 8, rounds: int = 3
 ) -> list[dict[str, Any]]:
-    """A line for each pair: ours and the peer's ratio to no tool.
+    """A line for each pair: ours and the peer's ratio to no tool; a peer that fails has its last words instead.
 
     Example::
 
@@ -47,38 +67,50 @@ def columns(
     """
     if options.peer_python is None:
         return []
-    rounds = options.turns or rounds
-    times: dict[str, list[float]] = {}
-    last: dict[str, dict[str, Any]] = {}
-    work: list[tuple[str, str, str, dict[str, Any]]] = [("none", sys.executable, "none", {})]
+    work = {"none": (sys.executable, "none", {})}
     for pair in pairs:
-        work.append((f"ours {pair.name}", sys.executable, "ours", pair.ours))
-        work.append((f"peer {pair.name}", options.peer_python, pair.peer_tool, pair.peer))
+        work[f"ours {pair.name}"] = (sys.executable, "ours", pair.ours)
+        work[f"peer {pair.name}"] = (options.peer_python, pair.peer_tool, pair.peer)
+    found: dict[str, list[dict[str, Any]]] = {key: [] for key in work}
+    failed: dict[str, str] = {}
+    rounds = options.turns or rounds
     for turn in range(rounds):
-        for key, python, tool, config in work:
-            options.progress(f"plain torch {size}: {key}, turn {turn + 1} of {rounds}")
+        for at, (key, (python, tool, config)) in enumerate(work.items()):
+            options.progress(f"plain torch {size}: {key}", (turn + at / len(work)) / rounds)
             # The peer refuses paths with a plus sign.
             folder = options.out / "plain_torch" / re.sub(r"\W", "_", f"{size}_{key}_{turn}")
             task = {"tool": tool, "size": size, "steps": steps, "folder": str(folder), "config": config}
-            last[key] = run_worker(python, task)
-            times.setdefault(key, []).append(statistics.median(last[key]["times"]))
-    base = statistics.median(times["none"])
-    lines = []
-    for pair in pairs:
-        ours, peer = (statistics.median(times[f"{who} {pair.name}"]) for who in ("ours", "peer"))
-        lines.append(
-            {
-                "name": f"plain_torch:{size}:{pair.name}",
-                "ratio": ours / base,
-                "peer_ratio": peer / base,
-                "median_s": ours,
-                "bytes": last[f"ours {pair.name}"]["bytes"],
-                "files": last[f"ours {pair.name}"]["files"],
-                "peer_bytes": last[f"peer {pair.name}"]["bytes"],
-                "peer_files": last[f"peer {pair.name}"]["files"],
-            }
-        )
-    return lines
+            try:
+                if key not in failed:
+                    found[key].append(run_worker(python, task))
+            except PeerFailed as error:
+                if not key.startswith("peer "):
+                    raise
+                failed[key] = str(error)
+    return [_line(size, pair.name, found, failed) for pair in pairs]
+
+
+def _line(size: str, name: str, found: dict[str, list[dict[str, Any]]], failed: dict[str, str]) -> dict[str, Any]:
+    times = {key: [statistics.median(one["times"]) for one in all_of] for key, all_of in found.items()}
+    base, ours = statistics.median(times["none"]), statistics.median(times[f"ours {name}"])
+    last, steps = found[f"ours {name}"][-1], [t for one in found[f"ours {name}"] for t in one["times"]]
+    line = {
+        "name": f"plain_torch:{size}:{name}",
+        "ratio": ours / base,
+        "median_s": ours,
+        "spread": spread(steps),
+        "peak_bytes": last["peak_bytes"],
+        "memory_ratio": last["peak_bytes"] / found["none"][-1]["peak_bytes"],
+        **{key: last[key] for key in ("bytes", "files")},
+        **{"peer_ratio": None, "peer_peak_bytes": None, "peer_bytes": None, "peer_files": None},
+    }
+    if f"peer {name}" in failed:
+        line["peer_error"] = " ".join(failed[f"peer {name}"].split())[-160:]
+    else:
+        peer = found[f"peer {name}"][-1]
+        line |= {f"peer_{key}": peer[key] for key in ("peak_bytes", "bytes", "files")}
+        line["peer_ratio"] = statistics.median(times[f"peer {name}"]) / base
+    return line
 
 
 def run_worker(python: str, task: dict[str, Any]) -> dict[str, Any]:
@@ -92,11 +124,15 @@ def run_worker(python: str, task: dict[str, Any]) -> dict[str, Any]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.parent / f"{folder.name}_task.json"
     path.write_text(json.dumps(task), encoding="utf-8")
-    done = subprocess.run(
-        [python, str(_WORKER), str(path)], capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False
-    )
+    what = f"bench: {python}: {task['tool']} {task['config']}"
+    try:
+        done = subprocess.run(
+            [python, str(_WORKER), str(path)], capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise PeerFailed(f"{what}: not done after {_PATIENCE_SECONDS} s") from None
     try:
         found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        raise PeerFailed(f"bench: {python}: {task['tool']} {task['config']}: {done.stderr.strip()[-1500:]}") from None
+        raise PeerFailed(f"{what}: {done.stderr.strip()[-1500:]}") from None
     return found

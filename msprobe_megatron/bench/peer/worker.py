@@ -7,6 +7,7 @@ task names the tool (``none``, ``ours``, ``msprobe``, ``msprobe_monitor``), the 
 import importlib
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 build = importlib.import_module("plain_gpt").build
 
-WARM_UP = 3
+WARM_UP = 2
 
 
 class NoTool:
@@ -29,6 +30,9 @@ class NoTool:
 
     def begin(self) -> None:
         """A step begins."""
+
+    def gradients_done(self) -> None:
+        """Forward and backward are over, the optimizer has not begun."""
 
     def end(self) -> None:
         """A step is over, all that it writes included."""
@@ -76,9 +80,12 @@ class Msprobe(NoTool):
         """Its hooks come with every start."""
         self.debugger.start(self.model)
 
+    def gradients_done(self) -> None:
+        """Before the optimizer, whose calls our own L1 does not record either."""
+        self.debugger.stop()
+
     def end(self) -> None:
         """Its files are written by stop and step."""
-        self.debugger.stop()
         self.debugger.step()
 
 
@@ -111,6 +118,7 @@ def main(task: dict[str, Any]) -> None:
         tool.begin()
         loss = model(tokens)
         loss.backward()
+        tool.gradients_done()
         optimizer.step()
         optimizer.zero_grad()
         tool.end()
@@ -118,9 +126,10 @@ def main(task: dict[str, Any]) -> None:
     tool.close()
     files = [path for path in folder.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
-    print(
-        "\n" + json.dumps({"times": times[WARM_UP:], "bytes": size, "files": len(files), "loss": loss.detach().item()})
-    )
+    found = {"times": times[WARM_UP:], "bytes": size, "files": len(files), "loss": loss.detach().item()}
+    unit = 1 if sys.platform == "darwin" else 1024
+    found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    print("\n" + json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""The progress bar of commands that take minutes: on a terminal only, and gone when they are done."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Bar:
+    """Shows what is being done, how much of it is over and how long the rest will take.
+
+    Example::
+
+        with Bar() as bar:
+            bar("h64: turn 1 of 15", 0.0)
+            bar("h64: turn 2 of 15", 1 / 15)
+    """
+
+    def __init__(self) -> None:
+        # Benches redirect sys.stderr while they train; the bar stays on the terminal it was opened on.
+        self._console = Console(file=sys.stderr)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._part = ""
+        self._task = self._bar.add_task("", total=None)
+
+    def __call__(self, text: str, share: float | None = None) -> None:
+        """A new part of the work, told by what stands before the colon, begins a new bar."""
+        part = text.partition(":")[0]
+        if part != self._part:
+            self._part = part
+            self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(text, total=None if share is None else 1.0)
+        self._bar.update(self._task, description=text, completed=share or 0.0)
+
+    def __enter__(self) -> Bar:
+        """Begin to show."""
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the terminal as it was."""
+        self._bar.stop()
