@@ -148,6 +148,11 @@ def _kinds(module: nn.Module) -> list[str]:
     return [cls.__name__ for cls in type(module).__mro__]
 
 
+def _packaged(module: nn.Module) -> list[str]:
+    """Its classes under their package's name: some have a namesake of another layout in Megatron."""
+    return [f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(module).__mro__]
+
+
 def _listed(entry: NamedModule, io: str, path: str) -> str | None:
     if entry.parent is not None:
         for kind in _kinds(entry.parent):
@@ -156,7 +161,7 @@ def _listed(entry: NamedModule, io: str, path: str) -> str | None:
                 return by_io.get(io)
     if _inside_experts(entry):
         return _expert(io, path)
-    for kind in _kinds(entry.module):
+    for kind in (*_packaged(entry.module), *_kinds(entry.module)):
         paths = _BY_CLASS.get(kind, {}).get(io)
         if paths is not None:
             return paths.get(path, paths.get("*"))

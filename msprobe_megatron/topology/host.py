@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 import re
 import sys
@@ -86,7 +87,15 @@ def versions() -> dict[str, str]:
         version = getattr(sys.modules.get(name), "__version__", None)
         if version is not None:
             found[name] = str(version)
-    core = sys.modules.get("megatron.core.package_info")
-    if core is not None:
-        found["megatron-core"] = str(getattr(core, "__version__", "unknown"))
+    if "megatron.core" in sys.modules:
+        found["megatron-core"] = _core_version()
     return found
+
+
+def _core_version() -> str:
+    """Of the package that is imported, not of a distribution: ModelLink copies the folder beside its script."""
+    try:
+        # 0.6 and 0.7 do not import it themselves.
+        return str(importlib.import_module("megatron.core.package_info").__version__)
+    except (ImportError, AttributeError):
+        return "unknown"

@@ -12,6 +12,16 @@ _HEADS = "s b n/tp d"
 _LAYER = {"hidden_states": _HIDDEN, "attention_mask": _MASK, "rotary_pos_emb": "s 1 1 d"}
 _SAME = {"input": _HIDDEN, "output": _HIDDEN}
 
+# ModelLink's and MindSpeed's take and give the sequence first, Megatron's own the batch.
+_FLASH = {
+    "input": {"q": _HEADS, "k": _HEADS, "v": _HEADS, "attention_mask": _MASK},
+    "output": {"": f"s b h/tp | {_HEADS}"},
+}
+_FLASH_OF_MEGATRON = {
+    "input": {"q": "b s n/tp d", "k": "b s n/tp d", "v": "b s n/tp d"},
+    "output": {"": "b s n/tp d"},
+}
+
 BY_CLASS: dict[str, dict[str, dict[str, str]]] = {
     "TransformerLanguageModel": {
         "input": {"enc_input_ids": _IDS, "enc_position_ids": _IDS, "enc_attn_mask": _MASK},
@@ -25,6 +35,8 @@ BY_CLASS: dict[str, dict[str, dict[str, str]]] = {
         "input": {"query_layer": _HEADS, "key_layer": _HEADS, "value_layer": _HEADS, "attention_mask": _MASK},
         "output": {"": "s b h/tp"},
     },
+    "FlashSelfAttention": _FLASH_OF_MEGATRON,
+    **{f"{package}.FlashSelfAttention": _FLASH for package in ("modellink", "mindspeed", "mindspeed_llm")},
 }
 
 BY_PLACE: dict[tuple[str, str], dict[str, str]] = {

@@ -83,9 +83,13 @@ class Host:
         target = str(script or self.checkout / "pretrain_gpt.py")
         if self.old and evaluation is _EVALUATION:
             evaluation = ("--eval-iters", "1", "--eval-interval", "1000")  # a split without samples is an error there
-        own = (*_FLAGS, *self._old_flags(), "--train-iters", str(iterations))
+        own = (*self.flags(), "--train-iters", str(iterations))
         command = [*runner, target, *own, *evaluation, *flags]
         return self.run(world, command, environment)
+
+    def flags(self) -> tuple[str, ...]:
+        """The smallest model, as this release is told about it."""
+        return (*_FLAGS, *self._old_flags())
 
     def run(self, world: int, command: list[str], environment: dict[str, str] | None = None) -> Finished:
         launcher = [self.python, "-m", "torch.distributed.run", "--nproc_per_node", str(world)]

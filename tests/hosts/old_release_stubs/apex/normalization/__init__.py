@@ -1,1 +1,3 @@
 """Norms."""
+
+from . import fused_layer_norm  # noqa: F401

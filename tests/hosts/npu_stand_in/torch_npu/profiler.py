@@ -1,0 +1,1 @@
+"""Imported by name; no recipe that is tested profiles."""
