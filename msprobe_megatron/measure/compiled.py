@@ -52,15 +52,15 @@ class Compiled:
         self._stats, self._measure = kernel.stats, kernel.measure
         self.many = kernel.many
         """Address of a table of tensors, and their number: see `measure.many`."""
-        self._numbered = digest or sketch > 0
-        self._cells = sketch if self._numbered else STATISTICS_ONLY
+        self.numbered = digest or sketch > 0
+        self._cells = sketch if self.numbered else STATISTICS_ONLY
         self._plans: dict[Any, Plan | None] = {}
         self._tables = {name: _values_of(name) for name in _BYTES if hasattr(torch, name)}
-        self._codes: dict[torch.dtype, tuple[int, int]] = {
+        self.codes: dict[torch.dtype, tuple[int, int]] = {
             getattr(torch, name): (code, 0) for name, code in _CODES.items() if hasattr(torch, name)
         }
         for name, table in self._tables.items():
-            self._codes[getattr(torch, name)] = (library.BYTE, table.buffer_info()[0])
+            self.codes[getattr(torch, name)] = (library.BYTE, table.buffer_info()[0])
 
     def readable(self, x: torch.Tensor) -> tuple[int, int] | None:
         """Code of the dtype and address of its table of values; None when this is no tensor for the kernel.
@@ -69,14 +69,14 @@ class Compiled:
 
             compiled.readable(torch.ones(3))     # (0, 0)
         """
-        found = self._codes.get(x.dtype)
+        found = self.codes.get(x.dtype)
         if found is None or type(x) not in _PLAIN_TYPES or not x.is_cpu or x.layout is not _strided:
             return None
         return None if (not x.data_ptr() and x.numel()) or x.is_neg() or _is_wrapped(x) else found
 
     def __call__(self, x: torch.Tensor, address: int, numbering: Numbering | None = None) -> bool:
         """Fill the slot at ``address``; False, with the slot untouched, when this is no tensor for the kernel."""
-        found = self._codes.get(x.dtype)
+        found = self.codes.get(x.dtype)
         if found is None or type(x) not in _PLAIN_TYPES or not x.is_cpu or x.layout is not _strided:
             return False
         pointer, numel = x.data_ptr(), x.numel()
@@ -84,7 +84,7 @@ class Compiled:
         if (not pointer and numel) or x.is_neg() or _is_wrapped(x):
             return False
         code, values = found
-        if not self._numbered and x.is_contiguous():
+        if not self.numbered and x.is_contiguous():
             self._stats(pointer, numel, code, values, address)
             return True
         shape, strides = x.shape, x.stride()
@@ -101,7 +101,7 @@ class Compiled:
             self._plans.clear()
         plan = None
         # Statistics do not depend on the order: what fills its memory is read as it lies.
-        if self._numbered or not is_dense(x):
+        if self.numbered or not is_dense(x):
             code, values, shape, strides, _ = key
             plan = make_plan(code, values, shape, strides, numbering, self._cells)
             plan = plan._replace(held=(*plan.held, numbering))  # its identity is part of the key

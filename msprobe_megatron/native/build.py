@@ -18,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from msprobe_megatron.native.levels import Level
 
@@ -31,6 +32,19 @@ class BuildError(Exception):
     """No library could be made; the text says why."""
 
 
+class Recipe(NamedTuple):
+    """What to build: the name of the library, its source, the flags of the compiler, and what it is linked with."""
+
+    name: str
+    source: Path
+    flags: tuple[str, ...]
+    libraries: tuple[str, ...]
+
+
+def _kernel() -> Recipe:
+    return Recipe("kernel", SOURCE, _FLAGS, ("-lm",))
+
+
 def cache_directory() -> Path:
     """The private directory of built libraries: ``$MSPROBE_CACHE``, else below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     named = os.environ.get("MSPROBE_CACHE")
@@ -40,8 +54,10 @@ def cache_directory() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "msprobe_megatron"
 
 
-def built(level: Level, timeout: float) -> Path:
+def built(level: Level, timeout: float, recipe: Recipe | None = None) -> Path:
     """The library of a level, from the cache or built now within ``timeout`` seconds; raises `BuildError`.
+
+    Without a ``recipe`` it is the kernel.
 
     Example::
 
@@ -52,12 +68,13 @@ def built(level: Level, timeout: float) -> Path:
     if compiler is None:
         raise BuildError(f"no C++ compiler among {', '.join(_compilers())}")
     folder = _private(cache_directory())
-    path = folder / f"kernel_{level.name}_{_fingerprint(compiler, level, deadline)}.so"
+    recipe = recipe or _kernel()
+    path = folder / f"{recipe.name}_{level.name}_{_fingerprint(compiler, level, deadline, recipe)}.so"
     if _trusted(path):
         return path
     with _alone(folder / f"{path.stem}.lock", deadline):
         if not _trusted(path):
-            _compile(compiler, level, path, deadline)
+            _compile(compiler, level, path, deadline, recipe)
     if not _trusted(path):
         raise BuildError(f"{path}: not a file of this user alone")
     return path
@@ -68,20 +85,22 @@ def _compilers() -> tuple[str, ...]:
     return (named[0],) if named else _COMPILERS
 
 
-def _fingerprint(compiler: str, level: Level, deadline: float) -> str:
+def _fingerprint(compiler: str, level: Level, deadline: float, recipe: Recipe) -> str:
     try:
         version = subprocess.run(
             [compiler, "--version"], capture_output=True, timeout=_left(deadline), check=True, stdin=subprocess.DEVNULL
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{compiler}: {error}") from error
-    seed = (SOURCE.read_bytes(), version, " ".join((*_FLAGS, *level.flags)).encode(), platform.machine().encode())
+    flags = " ".join((*recipe.flags, *level.flags))
+    seed = (recipe.source.read_bytes(), version, flags.encode(), platform.machine().encode())
     return hashlib.sha256(b"\0".join(seed)).hexdigest()[:24]
 
 
-def _compile(compiler: str, level: Level, path: Path, deadline: float) -> None:
+def _compile(compiler: str, level: Level, path: Path, deadline: float, recipe: Recipe) -> None:
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(6)}.tmp")
-    command = [compiler, *_FLAGS, *level.flags, "-o", str(temporary), str(SOURCE), "-lm"]
+    flags = (*recipe.flags, *level.flags)
+    command = [compiler, *flags, "-o", str(temporary), str(recipe.source), *recipe.libraries]
     try:
         subprocess.run(command, capture_output=True, timeout=_left(deadline), check=True, stdin=subprocess.DEVNULL)
         os.chmod(temporary, 0o700)

@@ -26,7 +26,8 @@ _X86 = (
     ),
     Level("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma")),
 )
-_PLAIN = Level("plain", frozenset(), ())
+PLAIN = Level("plain", frozenset(), ())
+"""What every machine of its kind has."""
 
 
 def levels(machine: str | None = None, cpu_flags: frozenset[str] | None = None) -> list[Level]:
@@ -39,9 +40,9 @@ def levels(machine: str | None = None, cpu_flags: frozenset[str] | None = None) 
     """
     machine = platform.machine() if machine is None else machine
     if machine.lower() not in ("x86_64", "amd64"):
-        return [_PLAIN]
+        return [PLAIN]
     has = _linux_flags() if cpu_flags is None else cpu_flags
-    return [*(level for level in _X86 if level.needs <= has), _PLAIN]
+    return [*(level for level in _X86 if level.needs <= has), PLAIN]
 
 
 def _linux_flags() -> frozenset[str]:

@@ -15,12 +15,13 @@ from torch import nn
 from msprobe_megatron.clock import Clock
 from msprobe_megatron.config import DumpConfig
 from msprobe_megatron.measure.hashes import HASHES
+from msprobe_megatron.measure.looks import NO_ROOM, NOT_MINE, Look, looks
 from msprobe_megatron.measure.measurer import Measurer
 from msprobe_megatron.measure.once import SeenTensors, key_of
 from msprobe_megatron.record.batches import SitesFile, StepBatch
+from msprobe_megatron.record.records_file import RecordsFile
 from msprobe_megatron.record.sightings import Sighting
 from msprobe_megatron.record.slots import SlotTable
-from msprobe_megatron.record.table import Columns
 from msprobe_megatron.record.tensors import TensorPacks
 from msprobe_megatron.topology.coordinates import Coordinates
 from msprobe_megatron.topology.index_map import Numbering, index_map
@@ -28,21 +29,27 @@ from msprobe_megatron.topology.layers import layer_of
 from msprobe_megatron.topology.places import Layout, Place
 
 _kind_of: Callable[[Sighting], str] = attrgetter("place.kind")
-_NO_ROOM = -2
 _LOCAL = '{"digest": "local"}'  # numbered within the shard: such a digest does not add up with others
 # Made a thousand times a step: this skips the keyword handling of its class.
 _tuple: Callable[[type[Sighting], tuple[Any, ...]], Sighting] = tuple.__new__
 
 
+def _not_mine(tensor: torch.Tensor) -> int:
+    return NOT_MINE
+
+
 class _Page:
     """What one step fills. A new one for each, so that a thread that outlives a step writes to nobody's."""
 
-    __slots__ = ("hashes", "rows", "saved", "seen", "weights")
+    __slots__ = ("hashes", "look", "look_weights", "looks", "rows", "saved", "seen", "weights")
 
-    def __init__(self) -> None:
+    def __init__(self, new_look: Callable[[], Look] | None = None) -> None:
         self.rows: list[Sighting] = []
         self.seen = SeenTensors()
         self.weights = SeenTensors()  # nothing but the optimizer changes them: measured and saved once a step
+        # The same two in one compiled call, for what it can read.
+        self.looks = (new_look(), new_look()) if new_look is not None else None
+        self.look, self.look_weights = (look.see for look in self.looks) if self.looks else (_not_mine, _not_mine)
         self.hashes: dict[int, str] = {}
         self.saved: dict[int | None, str] = {}
 
@@ -67,9 +74,10 @@ class DumpProbe:
     ) -> None:
         self._config, self._clock, self._slots, self._where = config, clock, slots, where or Coordinates()
         self._matchers = {text: _matcher(text) for text in config.list}
-        self._page = _Page()
         self._numbered = config.digest is True or config.sketch > 0
         self._measure = Measurer(slots, digest=config.digest is True, sketch=config.sketch)
+        self._looks = looks(self._measure, slots.take)
+        self._page = _Page(self._looks)
         self._numberings: dict[int, tuple[Numbering | None, str | None, Layout]] = {}
         self._hash = HASHES.get(config.digest) if isinstance(config.digest, str) else None
         self._measures = config.task != "structure"
@@ -77,7 +85,7 @@ class DumpProbe:
         self._kept = [_matcher(text) for text in config.tensor_list]
         self._keeps: dict[str, bool] = {}
         self._sites_file = SitesFile()
-        self._columns = Columns()
+        self._records_file = RecordsFile()
         self._dtypes: dict[torch.dtype, str] = {}
         self.matched: set[str] = set()
         self.fired: Counter[str] = Counter()
@@ -114,15 +122,13 @@ class DumpProbe:
         page = self._page
         layout = place.layouts.get(tensor.shape) or place.layout(tensor.shape)
         numbering, extra = self._numbers(layout) if self._numbered else (None, None)
-        slot: int | None = -1
+        slot = -1
         if self._measures:
-            key = key_of(tensor, numbering and id(numbering))
-            seen = page.weights if tensor.__class__ is nn.Parameter else page.seen
-            slot = seen.get(key)
-            if slot is None:
-                slot = self._measured(tensor, key, numbering, seen)
-                if slot == _NO_ROOM:
-                    return
+            slot = page.look_weights(tensor) if tensor.__class__ is nn.Parameter else page.look(tensor)
+            if slot == NOT_MINE:
+                slot = self._looked(tensor, numbering, page)
+            if slot == NO_ROOM:
+                return
             if self._packs is not None and slot >= 0 and slot not in page.saved:
                 self._save(place.name, tensor, slot, page)
             if self._hash is not None:
@@ -157,10 +163,16 @@ class DumpProbe:
             text = page.hashes[slot] = json.dumps({self._config.digest: self._hash(tensor)})
         return text
 
-    def _measured(self, tensor: torch.Tensor, key: Any, numbering: Numbering | None, seen: SeenTensors) -> int:
+    def _looked(self, tensor: torch.Tensor, numbering: Numbering | None, page: _Page) -> int:
+        """The slot of a tensor that the compiled look does not take, or where there is none."""
+        key = key_of(tensor, numbering and id(numbering))
+        seen = page.weights if tensor.__class__ is nn.Parameter else page.seen
+        slot = seen.get(key)
+        if slot is not None:
+            return slot
         slot = self._slots.take()
         if slot < 0:
-            return _NO_ROOM  # counted by the table; a row would take memory that the limit does not allow
+            return NO_ROOM  # counted by the table; a row would take memory that the limit does not allow
         if self._measure(tensor, slot, numbering):
             seen.put(key, tensor, slot)
             return slot
@@ -193,19 +205,22 @@ class DumpProbe:
 
     def memory_changed(self) -> None:
         """Something was written that version counters do not tell of: measure everything anew."""
-        self._page.seen.invalidate()
+        page = self._page
+        page.seen.invalidate()
+        if page.looks is not None:
+            page.looks[0].forget_all()
 
     def finish(self, complete: bool, sites: dict[str, Any]) -> StepBatch:
         """The step's rows, ready for the writer; the probe is empty again."""
         # Before the slots are sealed: whoever notes a row on this page took its slot while the page was open.
-        page, self._page = self._page, _Page()
+        page, self._page = self._page, _Page(self._looks)
         rows = page.rows
         self.fired.update(map(_kind_of, rows))
         if self._packs is not None:
             self._packs.finish()
         only = self._config.task == "nonfinite"
         return StepBatch(
-            self._clock.step, rows, self._slots.seal(), sites, complete, only, self._sites_file, self._columns
+            self._clock.step, rows, self._slots.seal(), sites, complete, only, self._sites_file, self._records_file
         )
 
 

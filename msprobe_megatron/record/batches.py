@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from msprobe_megatron.record.directory import RunDirectory, put
 from msprobe_megatron.record.json_text import json_text
 from msprobe_megatron.record.nonfinite import origin
+from msprobe_megatron.record.records_file import RecordsFile
 from msprobe_megatron.record.schema import Row
 from msprobe_megatron.record.sightings import Sighting, rows_of
 from msprobe_megatron.record.slots import SealedSlots
-from msprobe_megatron.record.table import Columns, build_table
 
 ROW_BYTES = 512
 """Memory of a waiting row: the tuple, its numbers and its shape; names are shared between rows."""
@@ -108,7 +108,7 @@ class StepBatch:
     complete: bool
     only_nonfinite: bool = False
     sites_file: SitesFile = field(default_factory=SitesFile, compare=False)
-    columns: Columns = field(default_factory=Columns, compare=False)
+    records_file: RecordsFile = field(default_factory=RecordsFile, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -122,11 +122,10 @@ class StepBatch:
     def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
         """Write the records of the step and the sites they point to."""
         folder = f"step_{self.step:06d}/rank_{identity['rank']:05d}"
-        floats, counts = self.slots.wait()
-        rows = origin(rows_of(self.rows), counts) if self.only_nonfinite else self.rows
-        table = build_table(self.step, rows, floats, counts, identity, self.slots.numbered(), self.columns)
-        table = table.replace_schema_metadata(
-            {**table.schema.metadata, b"complete": b"true" if self.complete else b"false"}
+        figures = self.slots.wait()
+        rows = origin(rows_of(self.rows), figures[1]) if self.only_nonfinite else self.rows
+        table = self.records_file.content(
+            self.step, rows, figures, self.slots.numbered(), identity, complete=self.complete
         )
         # Sites first: who sees records then also finds what they point to.
         size = self.sites_file.write(directory, self.sites, f"{folder}/sites.json")

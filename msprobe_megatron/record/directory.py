@@ -145,13 +145,16 @@ class RunDirectory:
         text = json_text(value, indent=1).encode("ascii")
         return self.write_file(relative, lambda file: put(file, text))
 
-    def write_table(self, relative: str, table: pa.Table) -> int:
-        """Write a table as Parquet; returns the size of the file.
+    def write_table(self, relative: str, table: pa.Table | memoryview) -> int:
+        """Write a table, or one that is Parquet already, as Parquet; returns the size of the file.
 
         Example::
 
             directory.write_table("step_000010/rank_00003/records.parquet", table)
         """
+        if isinstance(table, memoryview):
+            content = table
+            return self.write_file(relative, lambda file: put(file, content))
         import pyarrow as pa
         import pyarrow.parquet as pq
 

@@ -26,6 +26,8 @@ MOST_STEPS = 100
 """Watched steps in a file."""
 MOST_ROWS = 20_000
 """Rows in a file; what waits to be written takes 72 bytes a row."""
+ENOUGH_STEPS = 10
+"""A file of fewer steps says little of what a step takes: most of it is the same for all files."""
 REFRESH_SECONDS = 10.0
 """A file that is not full is written all the same when this has passed."""
 
@@ -47,6 +49,8 @@ class MonitorFile:
         self._rows = self._unwritten = 0
         self._written_bytes = 0
         self._written_at = now()
+        self.told: Callable[[int, int, int], None] | None = None
+        """`told(bytes, steps, first)`: called once, with the first file that is worth measuring."""
 
     def add(self, rows: list[Row], figures: Figures) -> None:
         """Take a step. Ask `full` first."""
@@ -68,7 +72,7 @@ class MonitorFile:
         """Whether a file that is not full should be seen."""
         return self._unwritten > 0 and self._now() - self._written_at >= REFRESH_SECONDS
 
-    def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
+    def write(self, directory: RunDirectory, identity: Mapping[str, int], *, full: bool = False) -> int:
         """Write the file as it is now; returns by how much it has grown."""
         if not self._unwritten:
             return 0
@@ -79,11 +83,15 @@ class MonitorFile:
         pa.default_memory_pool().release_unused()  # a training job has better use for it until the next file
         grown, self._written_bytes = size - self._written_bytes, size
         self._unwritten, self._written_at = 0, self._now()
+        steps = sum(len(figures) for _, figures in self._runs)
+        if self.told is not None and (steps >= ENOUGH_STEPS or full):
+            self.told(size, steps, self._first)
+            self.told = None
         return max(0, grown)
 
     def close(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
         """Write what is left and begin another file."""
-        grown = self.write(directory, identity)
+        grown = self.write(directory, identity, full=True)
         self._runs, self._first, self._last = [], -1, -1
         self._rows = self._unwritten = self._written_bytes = 0
         return grown

@@ -84,11 +84,39 @@ def build_table(
     if not rows:
         return _SCHEMA.empty_table()
     same, slot = (columns or Columns()).of(rows, identity)
-    figures: dict[str, Any] = {"step": np.full(len(rows), step, np.int64)}
+    return table_of(same, *figures_of(step, slot, floats, counts, numbered))
+
+
+def figures_of(
+    step: int,
+    slot: npt.NDArray[np.int64],
+    floats: npt.NDArray[np.float64],
+    counts: npt.NDArray[np.int64],
+    numbered: tuple[npt.NDArray[np.uint64], npt.NDArray[np.float32]] | None = None,
+) -> tuple[dict[str, Any], dict[str, npt.NDArray[np.bool_]]]:
+    """Columns that change from step to step, and where they are null.
+
+    Example::
+
+        figures, masks = figures_of(10, columns.of(rows, identity)[1], *sealed.wait())
+    """
+    figures: dict[str, Any] = {"step": np.full(len(slot), step, np.int64)}
     masks: dict[str, npt.NDArray[np.bool_]] = {}
     _add_figures(figures, masks, slot, floats, counts)
     if numbered is not None:
         _add_numbered(figures, masks, slot, *numbered)
+    return figures, masks
+
+
+def table_of(
+    same: Mapping[str, pa.Array], figures: Mapping[str, Any], masks: Mapping[str, npt.NDArray[np.bool_]]
+) -> pa.Table:
+    """All columns in their order.
+
+    Example::
+
+        table = table_of(columns.of(rows, identity)[0], figures, masks)
+    """
     arrays = [
         _column(figures[field.name], field.type, masks.get(field.name)) if field.name in figures else same[field.name]
         for field in _SCHEMA

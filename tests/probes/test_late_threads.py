@@ -12,28 +12,43 @@ from tests.integrations.rows import faults, rows
 
 
 @pytest.mark.parametrize(
-    ("section", "part"), [("dump: {level: L0}", "dump"), ("monitor: {every: 1, activations: true}", "monitor")]
+    ("section", "part", "compiled"),
+    [
+        ("dump: {level: L0}", "dump", False),
+        ("dump: {level: L0}", "dump", True),
+        ("monitor: {every: 1, activations: true}", "monitor", False),
+    ],
 )
-def test_a_measurement_that_ends_after_its_step(tmp_path, section, part):
+def test_a_measurement_that_ends_after_its_step(tmp_path, section, part, compiled):
     (tmp_path / "probe.yaml").write_text(f"output: {tmp_path}/out\n{section}\n")
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = attach(model, optimizer, tmp_path / "probe.yaml")
     probe = next(one for one in session.parts.all if one.name == part)._probe
-    measure, measured, step_over = probe._measure, threading.Event(), threading.Event()
+    measured, step_over = threading.Event(), threading.Event()
 
     class Slow:
+        def __init__(self, real):
+            self.real = real
+
         def __getattr__(self, name):
-            return getattr(measure, name)
+            return getattr(self.real, name)
 
         def __call__(self, tensor, *rest):
-            done = measure(tensor, *rest)
+            done = self.real(tensor, *rest)
             if threading.current_thread() is thread and not step_over.is_set():
                 measured.set()
                 step_over.wait(30)
             return done
 
-    probe._measure = Slow()
+    if compiled:
+        if probe._looks is None:
+            pytest.skip("no compiled look")
+        probe._page.look = Slow(probe._page.look)
+    else:
+        probe._looks, probe._measure = None, Slow(probe._measure)
+        if part == "dump":
+            probe._page = type(probe._page)()
     thread = threading.Thread(target=model[0], args=(torch.ones(32, 64),))
     for step in range(2):
         model(torch.full((32, 64), 0.5)).sum().backward()

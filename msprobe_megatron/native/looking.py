@@ -1,0 +1,114 @@
+"""The compiled look at a tensor: built for the running torch and Python, checked, once a process.
+
+Needs the headers of both, which torch's wheel and most Pythons bring along. Where they are missing, or anything else
+goes wrong, `measure.once` does the same in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import os
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from msprobe_megatron.native.build import BuildError, Recipe, built
+from msprobe_megatron.native.levels import PLAIN
+from msprobe_megatron.native.library import FLOAT32, kernel
+
+NO_ROOM, NOT_MINE = -2, -3
+"""What `Look.see` says instead of a slot, as in look.cpp."""
+_NAME = "msprobe_look"
+
+
+class _State:
+    """What became of the one attempt of this process."""
+
+    asked = False
+    module: Any = None
+    reason = "not asked for"
+
+
+def look() -> Any | None:
+    """The module with `Eye` and `Look`, if `load_look` has been successful."""
+    return _State.module
+
+
+def why_no_look() -> str:
+    """Why there is none; empty if there is one."""
+    return _State.reason
+
+
+def load_look(timeout: float = 60.0) -> Any | None:
+    """Find or build the module, once a process; None, with a reason in `why_no_look`, where that is impossible.
+
+    Example::
+
+        load_look() is None      # then tensors are looked at from Python
+    """
+    if not _State.asked:
+        _State.asked = True
+        try:
+            _State.module, _State.reason = _attempt(timeout), ""
+        except (BuildError, OSError, ImportError, AttributeError, RuntimeError) as error:
+            _State.reason = str(error)
+    return _State.module
+
+
+def _attempt(timeout: float) -> Any:
+    if os.environ.get("MSPROBE_NATIVE", "1") == "0" or kernel() is None:
+        raise BuildError("no kernel to look with")
+    path = built(PLAIN, timeout, _recipe())
+    loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
+    spec = importlib.util.spec_from_file_location(_NAME, str(path), loader=loader)
+    if spec is None:
+        raise ImportError(f"{path}: cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    if not _tells_the_truth(module):
+        raise BuildError(f"{path}: wrong answers")
+    return module
+
+
+def _recipe() -> Recipe:
+    import torch
+
+    root, python = Path(torch.__file__).parent, sysconfig.get_paths()["include"]
+    if not (Path(python) / "Python.h").is_file():
+        raise BuildError(f"{python}: no Python.h")
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    # Versions are among the flags so that another torch or Python means another library.
+    flags = (
+        *("-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
+        *(f"-DTORCH={torch.__version__}", f"-DPYTHON={sysconfig.get_config_var('SOABI')}"),
+        *(f"-I{root / 'include'}", f"-I{python}"),
+    )
+    return Recipe("look", Path(__file__).with_name("look.cpp"), flags, (f"-L{root / 'lib'}", "-lc10"))
+
+
+def _tells_the_truth(module: Any) -> bool:
+    import torch
+
+    with torch.inference_mode(False), torch.no_grad():
+        x = torch.tensor([1.0, -2.0, 0.0, 4.0])
+        table = torch.zeros((4, 9), dtype=torch.int64)
+        addresses = [table[n].data_ptr() for n in range(4)]
+        slots = iter(range(4))
+        eye = module.Eye(lambda: next(slots), addresses, stats_address(), torch.Tensor, torch.nn.Parameter, [(x, 0, 0)])
+        seen = module.Look(eye)
+        answers = [seen.see(x), seen.see(x), seen.see(x.view(2, 2)), seen.see(x.add_(1)), seen.see(x.to(torch.int32))]
+        figures = table[0].view(torch.float64)[:5].tolist()
+    return FLOAT32 == 0 and answers == [0, 0, 1, 2, NOT_MINE] and figures == [-2.0, 4.0, 3.0, 21.0, 4.0]
+
+
+def stats_address() -> int:
+    """Where the statistics of the kernel begin in memory.
+
+    Example: ``Eye(take, addresses, stats_address(), …)``.
+    """
+    found = kernel()
+    if found is None:
+        raise BuildError("no kernel")
+    return ctypes.cast(found.stats, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
