@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from msprobe_megatron import __version__
 from msprobe_megatron.commands import CANNOT, COMMANDS, MODULES, OK
+from msprobe_megatron.report.harmless import harmless
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = _for_the_user(error)
         if text is None:
             raise
-        print(f"msprobe-megatron: {text}", file=sys.stderr)
+        print(f"msprobe-megatron: {harmless(text)}", file=sys.stderr)
         return CANNOT
 
 
@@ -58,7 +59,8 @@ def _for_the_user(error: Exception) -> str | None:
     module = type(error).__module__.partition(".")[0]
     if module == "msprobe_megatron":
         return str(error)
-    if module in _READERS or _raised_in(error) in _READERS:
+    damaged_text = isinstance(error, UnicodeDecodeError)  # names and words of rows, wherever they are looked at
+    if damaged_text or module in _READERS or _raised_in(error) in _READERS:
         return f"a file of rows is damaged or not one of ours: {' '.join(str(error).split())[:200]}"
     return None
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from msprobe_megatron import backends
+from msprobe_megatron.announcing import Announcement, Announcer, steps_asked
 from msprobe_megatron.clock import Moment
 from msprobe_megatron.config import ConfigError, DumpConfig, StepSelection
 from msprobe_megatron.config.orders import Order
@@ -56,6 +57,7 @@ class Dumping(Part):
         self.steps: list[int] = []
         self._selections: list[tuple[StepSelection, str]] = [(config.steps, asked.level)]
         self._job = job
+        self._announcer = Announcer(job, "dump", "recorded")
         device = backends.select()
         slots = SlotTable(
             device.device,
@@ -207,7 +209,10 @@ class Dumping(Part):
         self.remove()
         sites = {"modules": self._modules.structure(), "apis": self._apis.structure}
         self._job.submit(self._probe.finish(complete, sites))
-        self.steps.append(self._job.clock.step)
+        step = self._job.clock.step
+        if not self.steps and complete:
+            self._job.submit(Announcement(self._announcer, step, steps_asked(self._job, self._job.config.steps, step)))
+        self.steps.append(step)
 
     def not_happened(self, last_step: int) -> list[str]:
         """Steps that never came, or a selection that matched nothing here."""
@@ -228,5 +233,5 @@ class Dumping(Part):
             "parameters": len(self._parameters),
             "api_calls": len(self._apis.structure),
         }
-        never_waited = self._comm.never_waited
-        return {**self._probe.ledger(), "bound": bound, "steps": self.steps, "never_waited": never_waited}
+        found = {"bound": bound, "steps": self.steps, "never_waited": self._comm.never_waited}
+        return {**self._probe.ledger(), **found, "announced": self._announcer.ledger}

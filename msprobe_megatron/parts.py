@@ -43,6 +43,8 @@ class Job:
     """Told of the monitor's figures of every watched step, in the writer thread."""
     request: Callable[..., None] = lambda **order: None
     """`request(next=3, level="mix")`: an order to all ranks, from any thread (`control.Control.request`)."""
+    arguments: Any = None
+    """The training arguments, where the caller of `attach` has them."""
 
 
 class Part:

@@ -7,6 +7,7 @@ the record. The declarations live in the top-level ``patches/`` folder, one file
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
@@ -138,8 +139,12 @@ def declared(*phases: str) -> list[Patch]:
 
 def host_version() -> str:
     """Version of the megatron-core in this process, "not imported" when there is none."""
-    info = sys.modules.get("megatron.core.package_info")
-    return str(getattr(info, "__version__", "unknown")) if info is not None else "not imported"
+    if "megatron.core" not in sys.modules:
+        return "not imported"
+    # 0.6 and 0.7 do not import it themselves.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("megatron.core.package_info")
+    return str(getattr(sys.modules.get("megatron.core.package_info"), "__version__", "unknown"))
 
 
 def _resolve(target: str) -> tuple[Any, str] | str:

@@ -97,8 +97,7 @@ class Session:
         if not self.selected:
             return
         native.load()
-        identity = {"rank": self.where.rank, **self.where.position()}
-        disk = config.limits.disk
+        identity, disk = {"rank": self.where.rank, **self.where.position()}, config.limits.disk
         self.writer = Writer(
             self.directory,
             identity,
@@ -121,6 +120,7 @@ class Session:
             self.writer.submit,
             self.voice.say,
             request=self._control.request,
+            arguments=arguments,
         )
         self.parts = Parts(make_parts(job))
         self._write_rank_file()

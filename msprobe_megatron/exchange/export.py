@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.analyse.load import Run
+from msprobe_megatron.analyse.checked import read_json
+from msprobe_megatron.analyse.load import Run, RunError
 from msprobe_megatron.exchange.call_names import Key, api_of, is_call, key_of, numbers_of, put_at
 from msprobe_megatron.exchange.debug_file import SAVE, debug_entries
 from msprobe_megatron.exchange.records import tensor_record
@@ -104,9 +105,12 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 def _stacks(path: Path) -> dict[int, tuple[str, ...]]:
     if not path.is_file():
         return {}
-    sites = json.loads(path.read_text(encoding="utf-8"))
-    entries = [*sites.get("modules", []), *sites.get("apis", [])]
-    return {entry["site"]: tuple(_frame(line) for line in entry.get("stack", [])) for entry in entries}
+    sites = read_json(path)
+    try:
+        entries = [*sites.get("modules", []), *sites.get("apis", [])]
+        return {int(entry["site"]): tuple(_frame(str(line)) for line in entry.get("stack", [])) for entry in entries}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunError(f"{path}: is not a list of sites: {type(error).__name__}: {error}") from error
 
 
 def _frame(line: str) -> str:

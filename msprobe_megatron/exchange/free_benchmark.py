@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.analyse.load import Run
+from msprobe_megatron.analyse.load import Run, RunError
 
 COLUMNS = ("rank", "pert_mode", "stage", "step", "api_name", "max_rel", "dtype", "shape", "output_index")
 FILE_NAME = "free_benchmark.csv"
@@ -29,16 +29,22 @@ def free_benchmark(run: Run, step: int | None = None) -> Iterator[tuple[Path, li
     for number, rank, name, op, path, dtype, shape, text in wrong.project(columns).order("step, rank").fetchall():
         if step is not None and number != step:
             continue
-        extra = json.loads(text)
-        stage = str(extra["stage"])
-        api = msprobe_call(str(name), str(op), int(extra.get("call") or 0), stage)
+        try:
+            extra = json.loads(text)
+            stage, mode = str(extra["stage"]), str(extra["mode"])
+            api = msprobe_call(str(name), str(op), int(extra.get("call") or 0), stage)
+            largest = _max_rel(extra)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise RunError(
+                f"{run.path}: {name}: is not a finding of perturb: {type(error).__name__}: {error}"
+            ) from error
         row = (
             rank,
-            extra["mode"],
+            mode,
             stage,
             number,
             api,
-            _max_rel(extra),
+            largest,
             f"torch.{dtype}" if dtype else "",
             f"torch.Size({list(shape)})" if dtype else "",
             path if path else None,

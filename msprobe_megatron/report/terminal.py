@@ -14,10 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from msprobe_megatron.analyse.summary import Summary
+from msprobe_megatron.report.harmless import harmless
 
 _WIDTH = 100
-# Names come from files that others may have made: nothing in them may steer the terminal.
-_STEERING = {code: "·" for code in (*range(10), *range(11, 32), *range(127, 160))}
 
 
 class _Console(Console):
@@ -25,7 +24,7 @@ class _Console(Console):
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(
-            segment if segment.control else Segment(segment.text.translate(_STEERING), segment.style)
+            segment if segment.control else Segment(harmless(segment.text), segment.style)
             for segment in buffer
         )
 

@@ -10,8 +10,9 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from tests.trust.jobs import EVERYTHING
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 TP2 = "--tensor-model-parallel-size 2"
@@ -34,7 +35,6 @@ class FaultPoint:
     rank: int | None = None
 
 
-EVERYTHING = (Path(__file__).parent / "everything.yaml").read_text()
 _L1, _MIX = "dump: {level: L1}", "dump: {level: mix}"
 
 FAULT_POINTS = {

@@ -17,6 +17,9 @@ FLAGS = (
     " --lr 1e-2 --vocab-size 32 --attention-dropout 0 --hidden-dropout 0"
 )
 
+EVERYTHING = (Path(__file__).parent / "everything.yaml").read_text()
+"""A probe file with every part of the kit on."""
+
 
 def flags(iterations: int, config: Path | None = None, out: Path | None = None, extra: str = "") -> list[str]:
     """Command line of the training, with the probe or without."""

@@ -14,13 +14,13 @@ import pytest
 
 from msprobe_megatron.analyse.load import open_run
 from tests.forked import run_forked
-from tests.trust.jobs import flags, probe_file
+from tests.trust.jobs import EVERYTHING, flags, probe_file
 
 pytestmark = pytest.mark.trust
 
 SOAK = "MSPROBE_SOAK_STEPS" in os.environ
 STEPS = int(os.environ.get("MSPROBE_SOAK_STEPS", "60"))
-PROBES = {"dump": "dump: {level: L0}\n", "everything": (Path(__file__).parent / "everything.yaml").read_text()}
+PROBES = {"dump": "dump: {level: L0}\n", "everything": EVERYTHING}
 # A short run still grows towards its plateau: caches, buffers of the allocator.
 _SLOPE = 256 * 1024
 _SOAK_SLOPE = 1024

@@ -8,43 +8,36 @@ import pytest
 
 from msprobe_megatron.cli import main
 from tests.forked import run_forked
-from tests.trust.jobs import flags, probe_file, train
+from tests.trust.damage import CASES, damage, tried
+from tests.trust.jobs import EVERYTHING, flags, probe_file, train
 
 pytestmark = pytest.mark.trust
 
-CASES = int(os.environ.get("MSPROBE_FUZZ_CASES", "60"))
+# Every command that reads a run; OUT is a place of the case's own.
+COMMANDS = (
+    ["summary"],
+    ["diagnose"],
+    ["patches"],
+    ["compare", "GOOD", "RUN", "--out", "OUT"],
+    ["compare", "RUN", "GOOD"],
+    ["report", "RUN", "--against", "GOOD", "--out", "OUT.html"],
+    ["watch", "RUN", "--once"],
+    ["scaling", "RUN", "GOOD", "--out", "OUT"],
+    ["env-diff", "GOOD", "RUN"],
+    ["ctl", "RUN", "--next", "3"],
+    *(
+        ["export", "RUN", "--format", form, "--out", "OUT"]
+        for form in ("csv", "tensorboard", "msprobe", "trend-db", "vis-db", "monitor-csv", "free_benchmark")
+    ),
+)
 
 
 @pytest.fixture(scope="module")
 def good_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
-    config = probe_file(folder, "steps: [0, 1]\ndump: {level: L0}\n")
+    config = probe_file(folder, "steps: [0, 1]\n" + EVERYTHING.replace("level: mix,", "level: L0, task: tensor,"))
     run_forked(1, train, flags(2, config, folder / "out"))
     return folder / "out"
-
-
-def damage(path, source):
-    """Change, cut, empty or lengthen a file, or replace it by nonsense."""
-    data = bytearray(path.read_bytes())
-    how = source.choice(["flip", "cut", "empty", "append", "text", "huge_number", "swap"])
-    if how == "flip" and data:
-        for _ in range(source.randint(1, 30)):
-            data[source.randrange(len(data))] ^= 1 << source.randrange(8)
-    elif how == "cut":
-        data = data[: source.randrange(len(data) + 1)]
-    elif how == "empty":
-        data = bytearray()
-    elif how == "append":
-        data += source.randbytes(200)
-    elif how == "text":
-        data = bytearray(
-            source.choice([b"{}", b"[]", b"null", b'{"a": ', b"\x00\x01\x02", b'{"sizes": 3}', b'{"ranks": 7}'])
-        )
-    elif how == "huge_number":
-        data = bytearray(data.replace(b"1", b"1" * 40))
-    else:
-        source.shuffle(data)
-    path.write_bytes(bytes(data))
 
 
 @pytest.mark.parametrize("command", ["summary", "diagnose", "report"])
@@ -61,25 +54,37 @@ def test_names_of_columns_that_are_no_text(good_run, tmp_path, capsys, command):
     assert "Traceback" not in printed.err
 
 
-@pytest.mark.parametrize("command", ["summary", "diagnose", "patches"])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: f"{words[0]}-{words[-3] if 'export' in words else ''}")
 def test_damaged_run_directories(good_run, tmp_path, capsys, command):
-    """No traceback: exit codes 0, 1 or 2, and one line when it cannot be done."""
+    """No traceback: exit codes 0, 1 or 2, one line when it cannot be done, and nothing written but what was asked."""
     source = random.Random(f"{command} {os.environ.get('MSPROBE_FUZZ_SEED', '0')}")
-    for case in range(CASES // 3):
-        copy = tmp_path / str(case)
+    cases = max(1, CASES // len(COMMANDS))
+    for case in range(cases):
+        copy, out = tmp_path / str(case), tmp_path / f"out_{case}"
         shutil.copytree(good_run, copy)
         files = sorted(path for path in copy.rglob("*") if path.is_file())
         for path in source.sample(files, source.randint(1, 2)):
             damage(path, source)
-        before = sorted(str(path) for path in tmp_path.rglob("*"))
-        code = main([command, str(copy)])
+        before = contents(copy)
+        words = command if len(command) > 1 else [*command, "RUN"]
+        places = {"GOOD": str(good_run), "RUN": str(copy), "OUT": str(out), "OUT.html": f"{out}.html"}
+        code = main([places.get(word, word) for word in words])
         printed = capsys.readouterr()
         assert code in (0, 1, 2), (case, printed.err)
         if code == 2:
             assert printed.err.startswith("msprobe-megatron: ")
-        assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+        written = {name for name, content in contents(copy).items() if before.get(name) != content}
+        assert written <= ({"control.json"} if "ctl" in command else set())
+        assert {path.name for path in tmp_path.iterdir()} <= {copy.name, out.name, f"{out.name}.html"}
         shutil.rmtree(copy)
-    print(f"inputs tried: {CASES // 3}")
+        shutil.rmtree(out, ignore_errors=True)
+        for left in tmp_path.iterdir():
+            left.unlink()
+    tried(cases)
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_names_with_terminal_escapes_do_not_reach_the_terminal(good_run, tmp_path, capsys):
