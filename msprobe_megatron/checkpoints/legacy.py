@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from msprobe_megatron.checkpoints.canonical import EXPERT, LAYER, TIED, canonical, cut_of
+from msprobe_megatron.checkpoints.distributed_state import states_in_buffers
 from msprobe_megatron.checkpoints.held import BUFFER, PARAMETER, Checkpoint, CheckpointError, Held, Key
 from msprobe_megatron.checkpoints.optimizer_state import State, states_of
 from msprobe_megatron.checkpoints.safe_load import load_file
@@ -32,7 +33,7 @@ class _Stage:
     pp: int
     ep: int
     chunks: list[dict[str, torch.Tensor]]
-    states: list[State]
+    states: list[State] = field(default_factory=list)
 
 
 @dataclass
@@ -72,8 +73,9 @@ def open_legacy(directory: Path, iteration: int | None, trust: bool) -> Checkpoi
         if not isinstance(content, dict):
             raise CheckpointError(f"{file}: holds no dictionary")
         settings = settings or _Settings.of(content)
-        stages.append(_stage(match, content, settings, found))
-        _buffers(path, found, trust)
+        stage = _stage(match, content, settings)
+        _optimizer(stage, content.get("optimizer"), path, found, trust)
+        stages.append(stage)
     if settings is None:
         raise CheckpointError(f"{directory}: no mp_rank_* directory")
     for key, parts in _collected(stages).items():
@@ -82,7 +84,7 @@ def open_legacy(directory: Path, iteration: int | None, trust: bool) -> Checkpoi
     return found
 
 
-def _stage(match: re.Match[str], content: dict[str, Any], settings: _Settings, found: Checkpoint) -> _Stage:
+def _stage(match: re.Match[str], content: dict[str, Any], settings: _Settings) -> _Stage:
     numbers = [int(text) for text in match.groups() if text is not None]
     names = ["model", *sorted((k for k in content if re.fullmatch(r"model\d+", k)), key=lambda k: int(k[5:]))]
     chunks = [dict(_tensors(content[name], "")) for name in names if name in content]
@@ -95,10 +97,23 @@ def _stage(match: re.Match[str], content: dict[str, Any], settings: _Settings, f
         experts = any(EXPERT.match(name) for chunk in chunks for name in chunk)
         in_pipeline = settings.pipeline if settings.pipeline is not None else not experts
         pp, ep = (numbers[1], 0) if in_pipeline else (0, numbers[1])
-    states, problem = states_of(content.get("optimizer"), chunks)
+    return _Stage(numbers[0], pp, ep, chunks)
+
+
+def _optimizer(stage: _Stage, optimizer: Any, path: Path, found: Checkpoint, trust: bool) -> None:
+    """The state of the optimizer: in the rank's own file, or in the buffers of a distributed one beside it."""
+    stage.states, problem = states_of(optimizer, stage.chunks)
+    file = path / "distrib_optim.pt"
+    if file.is_file():
+        states, odd = states_in_buffers(load_file(file, trust), stage.chunks)
+        stage.states += states
+        some = ", ".join(buffer.name for buffer in odd)
+        problem = f"{file.name}: the weights of this rank do not lie in its buffers {some}" if odd else ""
+        for buffer in odd:
+            for kind, value in buffer.tensors.items():
+                found.tensors[BUFFER, f"{path.name}/{buffer.name}.{kind}"] = _whole(value)
     if problem:
-        found.problems.append(f"{match.string}: optimizer: {problem}")
-    return _Stage(numbers[0], pp, ep, chunks, states)
+        found.problems.append(f"{path.name}: optimizer: {problem}")
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -110,25 +125,8 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(item, f"{name}.{key}" if name else str(key))
 
 
-def _buffers(path: Path, found: Checkpoint, trust: bool) -> None:
-    """State of the distributed optimizer: in its buffers, whose order only the job knows."""
-    file = path / "distrib_optim.pt"
-    if file.is_file():
-        for name, value in _tensors(_plain(load_file(file, trust)), ""):
-            found.tensors[BUFFER, f"{path.name}/{name}"] = _whole(value)
-
-
 def _whole(tensor: torch.Tensor) -> Held:
     return Held(tuple(tensor.shape), lambda: tensor)
-
-
-def _plain(value: Any) -> Any:
-    """Lists as dictionaries by number, so that every tensor has a name."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return {str(i): _plain(item) for i, item in enumerate(value)}
-    return value
 
 
 Parts = dict[tuple[int, int, int], torch.Tensor]

@@ -6,6 +6,7 @@ number is which weight follows from the order of the weights and is believed onl
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,11 +82,12 @@ def _weights_of(
     """The weights of a group, in order; None if their shapes are not those of the states."""
     expert = bool(group.get("is_expert_parallel", False))
     decays = group.get("wd_mult", group.get("weight_decay", 1.0))
-    for rule in (_decayed, lambda name, value: True):
+    # Without expert parallelism experts are weights like others, in the same groups.
+    for rule, apart in itertools.product((_decayed, lambda name, value: True), (True, False)):
         chosen = [
             (chunk, name, value)
             for chunk, name, value in weights
-            if (".experts." in name) == expert and rule(name, value) == bool(decays)
+            if (not apart or (".experts." in name) == expert) and rule(name, value) == bool(decays)
         ]
         if [tuple(value.shape) for _, _, value in chosen] == shapes:
             return chosen

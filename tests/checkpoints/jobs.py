@@ -72,6 +72,8 @@ def legacy(chunks: list[Any], optimizer: Any, root: Path, state: Any) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if state.get_expert_data_parallel_rank() == 0:
         torch.save(content, directory / "model_optim_rng.pt")
+    if hasattr(optimizer, "save_parameter_state") and chunks[0].ddp_config.use_distributed_optimizer:
+        optimizer.save_parameter_state(str(directory / "distrib_optim.pt"))
     (root / "latest_checkpointed_iteration.txt").write_text("1")
     torch.distributed.barrier()
 

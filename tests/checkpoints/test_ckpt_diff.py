@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from msprobe_megatron.checkpoints.differ import diff
+from msprobe_megatron.checkpoints.distributed_state import places_of
 from msprobe_megatron.checkpoints.held import CheckpointError
 from msprobe_megatron.checkpoints.opening import open_checkpoint
 from msprobe_megatron.checkpoints.plain_pickle import PickleError, read_pickle
@@ -20,6 +21,10 @@ from tests.forked import run_forked
 
 _MORE = {
     "distopt": (2, "--use-distributed-optimizer"),
+    "distopt_tp2_pp2": (4, f"--use-distributed-optimizer {LAYOUTS['tp2_pp2'].flags}"),
+    "distopt_ep2": (2, f"--use-distributed-optimizer {LAYOUTS['ep2'].flags}"),
+    "distopt_vpp2": (2, f"--use-distributed-optimizer --bf16 {LAYOUTS['pp2_vpp2'].flags}"),
+    "distopt_buckets": (2, LAYOUTS["dp2_distopt"].flags),
     "bf16": (1, "--bf16"),
     "bf16_tp2": (2, f"--bf16 {LAYOUTS['tp2'].flags}"),
 }
@@ -100,6 +105,75 @@ def test_a_distributed_optimizer(saved):
     assert result.problems == []
     assert result.counts["differs"] == result.counts["layout"] == result.counts["only_left"] == 0
     assert {item.kind for item in result.tensors if item.state == "only_right"} == {"master"}
+
+
+_BUFFERS = [
+    (("single", "legacy"), ("distopt_buckets", "legacy")),
+    pytest.param(("tp2_pp2", "legacy"), ("distopt_tp2_pp2", "legacy"), marks=pytest.mark.slow),
+    (("moe", "legacy"), ("distopt_ep2", "legacy")),
+    pytest.param(("bf16", "legacy"), ("distopt_vpp2", "legacy"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("left", "right"), _BUFFERS)
+def test_buffers_of_a_distributed_optimizer_are_taken_apart(saved, left, right):
+    """`distrib_optim.pt` against the state of a plain optimizer, of another layout."""
+    result = diff(open_checkpoint(saved(*left)), open_checkpoint(saved(*right)), 0.5 if "bf16" in left else 1e-3)
+    assert result.problems == []
+    assert result.counts["differs"] == result.counts["layout"] == result.counts["only_left"] == 0, result.tensors[:3]
+    assert {item.kind for item in result.tensors if item.state == "only_right"} <= {"master"}
+    by_kind = {kind: sum(item.kind == kind for item in result.tensors) for kind in ("parameter", "exp_avg", "master")}
+    assert by_kind["parameter"] == by_kind["exp_avg"] == by_kind["master"] > 30
+
+
+def test_buffers_that_do_not_hold_the_weights_are_said(saved, tmp_path):
+    root = tmp_path / "odd"
+    shutil.copytree(saved("distopt_buckets", "legacy"), root)
+    file = root / "iter_0000001" / "mp_rank_00" / "distrib_optim.pt"
+    content = torch.load(file, weights_only=True)
+    next(iter(content[0].values()))["param"].add_(1)
+    torch.save(content, file)
+    result = diff(open_checkpoint(root), open_checkpoint(root))
+    assert all("do not lie in its buffers 0.(torch.float32, torch.float32)" in text for text in result.problems)
+    assert result.problems
+    kinds = {item.kind for item in result.tensors}
+    assert kinds == {"parameter", "optimizer_buffer"}, "they are still compared, as they lie"
+
+
+def test_places_in_buffers():
+    """Buckets by hand: each weight on a multiple of 64 of its bucket, padding between buckets left out."""
+    torch.manual_seed(2)
+    weights = [torch.randn(n) for n in (100, 3, 200, 64, 5)]
+    starts, flat = [], torch.zeros(0)
+    for bucket in (weights[:2], weights[2:4], weights[4:]):
+        base = flat.numel()
+        for weight in bucket:
+            flat = torch.cat([flat, torch.zeros(-(flat.numel() - base) % 64), weight])
+            starts.append(flat.numel() - weight.numel())
+    assert places_of(weights, flat) == starts == [0, 128, 131, 387, 451]
+    assert places_of(weights, flat[:-1]) is None
+    assert places_of(weights[::-1], flat) is None
+    # Nothing but zeros fits in several ways; the size of the whole decides.
+    assert places_of([torch.zeros(3), torch.zeros(4)], torch.zeros(68)) == [0, 64]
+    assert places_of([torch.zeros(3), torch.zeros(4)], torch.zeros(7)) == [0, 3]
+    # Before 0.7: buckets apart, each with its padding.
+    padded = torch.cat([weights[0], torch.zeros(28), weights[1], torch.zeros(125), weights[2]])
+    assert places_of(weights[:3], padded, buckets=(0, 256)) == [0, 128, 256]
+
+
+def test_megatrons_own_mistake_is_said(saved):
+    """With several padded buckets Megatron 0.15 and later read the state of torch_dist from shifted places."""
+    checkpoint = open_checkpoint(saved("distopt_buckets", "torch_dist"))
+    names = [name for kind, name in checkpoint.tensors if kind == "parameter"]
+    wrong = [
+        name
+        for name in names
+        if not np.array_equal(*(checkpoint.tensors[kind, name].load().numpy() for kind in ("parameter", "master")))
+    ]
+    said = diff(checkpoint, checkpoint).problems
+    assert bool(said) == bool(wrong)
+    assert all(text.endswith(f" and {len(wrong) - 1} more") for text in said)
+    assert all(any(f"master weights are not the weights: {name} " in text for name in wrong) for text in said)
 
 
 def _changed(saved, tmp_path, change):
