@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from msprobe_megatron.bench.options import Options
+from msprobe_megatron.bench.turns import BenchFailed
 from msprobe_megatron.bench.workloads import WORKLOADS
 
 ABOUT = (
@@ -44,7 +45,7 @@ ASKED = {
 }
 
 
-class Counting(TorchDispatchMode):  # type: ignore[misc]
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts dispatched operations by name.
 
     Example::
@@ -55,7 +56,7 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         self.collectives = 0
 
@@ -164,5 +165,7 @@ def _quiet() -> Iterator[None]:
 def _rows(session: Any) -> int:
     """Rows of a step."""
     session.close()
+    if session.faults:
+        raise BenchFailed(f"counts: {session.faults[0]}")
     counts = session.writer.counts.as_dict()
     return int(counts["rows_written"] // max(1, counts["steps_written"]))

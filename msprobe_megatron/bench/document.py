@@ -11,71 +11,90 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.report.bench import machine_text, markdown_table
+from msprobe_megatron.bench.targets import Verdict, verdicts
+from msprobe_megatron.report.bench import machine_text, markdown_table, size_text
 
-ORDER = ("dump", "layers", "volume", "perturb", "monitor", "scaling", "compare")
+ORDER = ("dump", "layers", "volume", "perturb", "perturb_all", "monitor", "counts", "scaling", "compare")
 TITLES = {
     "dump": "Dump (seed 000, first table)",
     "layers": "Cost by depth: 24 and 192 layers",
     "volume": "Volume and write speed of tensors (seeds 000 and 001)",
-    "perturb": "Perturb (seed 002)",
+    "perturb": "Perturb (seed 002, LLaMA2's table)",
+    "perturb_all": "Perturb on the seed's seven language models, small, a ResNet and a DiT (seed 002)",
     "monitor": "Monitor (seed 003)",
+    "counts": "What can be counted",
     "scaling": "Scaling (seed 004)",
     "compare": "Compare",
 }
 _HEAD = """# Benchmarks
 
-Each table is the output of the command above it. `bash scripts/bench_peer.sh` installs the published msprobe
-(mindstudio-probe 26.2.0, and 8.3.3 for the free benchmark) beside the kit, runs every bench in full and writes this
-file; `msprobe-megatron bench WHAT` makes one of the tables on your own machine. Ratios are to no tool at all. Lines
-named `plain_torch:` are a decoder in plain torch, the only model that both tools can run; all others are the demo GPT
-of megatron-core.
+`bash scripts/bench_peer.sh` installs the published msprobe (mindstudio-probe 26.2.0, and 8.3.3 for the free benchmark)
+beside the kit, runs every bench and writes this file; each table stands under the commands that made it, and
+`msprobe-megatron bench WHAT` makes one of them on your own machine. Ratios are to no tool at all: medians of CPU time
+of a step, in the same processes, taking turns, the first steps left out; `least` is the ratio of the least times,
+`spread` the distance between the quartiles over the median. Lines named `plain_torch:` are a decoder in plain torch,
+the only model that both tools can run; all others are the demo GPT of megatron-core.
 """
+_SIZES = ("extra_bytes", "peak_bytes")
 
 
 def document(folder: Path) -> str:
-    """The whole text.
+    """The whole text, out of all reports that the folder holds.
 
     Example: ``document(Path("bench_out"))``.
     """
-    reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
-    reports = {name: report for name, report in reports.items() if name in ORDER and "results" in report}
-    parts = [_HEAD, _targets(reports)]
-    if reports:
-        parts.append(machine_text(next(iter(reports.values()))["machine"]))
-    for name in ORDER:
-        if name not in reports:
-            continue
-        report = reports[name]
-        command = report.get("command", f"msprobe-megatron bench {name}")
-        parts += [f"## {TITLES[name]}", f"`{command}`", markdown_table(report["results"]), report["about"]]
-        parts += [f"Load of the machine at its end: {report['machine']['load']:.1f}.", *_why(report)]
+    sections = _sections(folder)
+    parts = [_HEAD, _targets(sections)]
+    if sections:
+        parts.append(machine_text(next(iter(sections.values()))[0]["machine"]))
+    for name, reports in sections.items():
+        lines = [line for report in reports for line in report["results"]]
+        commands = ", ".join(f"`{report.get('command', f'msprobe-megatron bench {name}')}`" for report in reports)
+        parts += [f"## {TITLES[name]}", commands + _peers(reports), markdown_table(lines), reports[0]["about"]]
+        parts.append(f"Load of the machine at its end: {max(report['machine']['load'] for report in reports):.1f}.")
+        parts += [f"Why missed, by profile: {text}" for report in reports for text in report.get("profiles", [])]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _targets(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = ["## Asked and measured", "", "| | measured | asked | |", "|---|---:|---:|---|"]
-    for name in ORDER:
-        for line in reports.get(name, {}).get("results", []):
-            target = line.get("target")
-            if target is None:
-                continue
-            # What is asked of a line is its ratio, or what it has instead of one.
-            key = next((key for key in ("ratio", "GB_a_second", "share", "seconds", "error") if line.get(key)), None)
-            if key is None:
-                continue
-            at_least, value = key in ("GB_a_second", "share"), line[key]
-            met = value >= target if at_least else value <= target
-            sign = "≥" if at_least else "≤"
-            lines.append(
-                f"| {name} {line['name']} | {value:.4g} | {sign} {target:.4g} | {'met' if met else 'MISSED'} |"
-            )
+def _sections(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Reports by section, in the order of the document; parts of one bench (`--only`) stand together."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ORDER}
+    # A part that was measured later, such as h1024 after h64, stands later.
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(report, dict) or "results" not in report:
+            continue
+        longest_first = sorted(ORDER, key=len, reverse=True)
+        name = next((name for name in longest_first if f"{path.stem}_".startswith(f"{name}_")), None)
+        if name is not None:
+            found[name].append(report)
+    return {name: reports for name, reports in found.items() if reports}
+
+
+def _peers(reports: list[dict[str, Any]]) -> str:
+    versions = sorted({report["peer"] for report in reports if report.get("peer")})
+    return f"; PYTHON has mindstudio-probe {' and '.join(versions)}" if versions else ""
+
+
+def _targets(sections: Mapping[str, list[dict[str, Any]]]) -> str:
+    every = [
+        (name, verdict)
+        for name, reports in sections.items()
+        for report in reports
+        for verdict in verdicts(report["results"])
+    ]
+    met = sum(verdict.met for _, verdict in every)
+    lines = ["## Asked and measured", "", f"{met} of {len(every)} are met.", ""]
+    lines += ["| | measured | asked | |", "|---|---:|---:|---|"]
+    for name, verdict in every:
+        value, asked = (_figure(verdict, number) for number in (verdict.value, verdict.asked))
+        state = "met" if verdict.met else "MISSED"
+        lines.append(f"| {name} {verdict.label} | {value} | {verdict.sign} {asked} | {state} |")
     return "\n".join(lines)
 
 
-def _why(report: Mapping[str, Any]) -> list[str]:
-    """The profiles of the lines that missed their target."""
-    return [f"Why missed, by profile: {text}" for text in report.get("profiles", [])]
+def _figure(verdict: Verdict, number: float) -> str:
+    return size_text(number) if verdict.figure in _SIZES else f"{number:.4g}"
 
 
 if __name__ == "__main__":

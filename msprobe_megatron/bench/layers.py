@@ -10,7 +10,7 @@ from msprobe_megatron.bench.turns import Workload
 ABOUT = (
     "CPU time that a recorded step adds, of many layers over few: 8 where the cost of a layer does not depend on how"
     " many there are. `added s` are the seconds that a step of many layers takes longer, `added memory` is the peak of"
-    " resident memory with the kit less that without. Layers of width 16: not to be compared with those of other tables."
+    " resident memory with the kit less that without. Layers of width 16: not to be compared with other tables."
 )
 FEW, MANY = 24, 192
 VARIANTS: dict[str, dict[str, Any]] = {level: {"dump": {"level": level}} for level in ("L0", "L1", "mix")}

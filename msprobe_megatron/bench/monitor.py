@@ -6,6 +6,7 @@ import contextlib
 import io
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from msprobe_megatron.bench.options import Options, measured
 from msprobe_megatron.bench.peer.columns import Pair, columns
 from msprobe_megatron.bench.processes import measure_in_processes
 from msprobe_megatron.bench.turns import Workload
-from msprobe_megatron.bench.workloads import WORKLOADS
+from msprobe_megatron.bench.workloads import WORKLOADS, asked
 
 ABOUT = (
     "Medians of the CPU time of a training step over that of the same step without the kit, taking turns in one"
@@ -43,14 +44,10 @@ TARGETS = {
     # What the ancestor published for one rank and for all of them.
     **{"tp2:one_rank": 1.063, "tp2:all_ranks": 1.088},
 }
-_H64 = Workload("h64", WORKLOADS["h64"].flags, turns=7, steps=100, warm_up=2, whole=True)
-_H1024 = Workload("h1024", f"{WORKLOADS['h1024'].flags} --global-batch-size 2", turns=5, steps=1)
-_TP2 = Workload(
-    "tp2",
-    f"{WORKLOADS['h1024'].flags} --tensor-model-parallel-size 2 --sequence-parallel",
-    turns=5,
-    steps=1,
-)
+_H64 = Workload("h64", WORKLOADS["h64"].flags, turns=13, steps=100, warm_up=2, whole=True)
+_H1024 = Workload("h1024", f"{WORKLOADS['h1024'].flags} --global-batch-size 2", turns=6, steps=2)
+_TP2 = Workload("tp2", f"{WORKLOADS['h1024'].flags} --sequence-parallel", turns=6, steps=2)
+EXTRA_BYTES = 50 << 20
 _OFF_STEPS = 2000
 
 
@@ -59,12 +56,23 @@ def _peer(**switched: bool) -> dict[str, Any]:
     return {"targets": {}, "ops": ["norm", "min", "max", "mean", "nans"], "format": "csv", **switched}
 
 
+# The same of the plain model, whose layers take and give one tensor.
+_PLAIN_SIDES = {"input": "tuple[1]:0", "output": "tensor", "input_grad": "tuple[1]:0", "output_grad": "tuple[1]:0"}
+_PLAIN_TARGETS = {f"layers.{layer}": _PLAIN_SIDES for layer in range(_LAYERS)}
 PAIRS = [
-    Pair(name, VARIANTS[name], _peer(**dict.fromkeys(switches, True)), "msprobe_monitor")
-    for name, switches in (
-        ("all", ("xy_distribution", "wg_distribution", "mv_distribution")),
-        ("gradients", ("wg_distribution", "mv_distribution")),
-    )
+    Pair(
+        "boundaries",
+        {"monitor": {**_BOUNDARIES, "targets": _PLAIN_TARGETS}},
+        {**_peer(xy_distribution=True), "targets": _PLAIN_TARGETS},
+        "msprobe_monitor",
+    ),
+    *(
+        Pair(name, VARIANTS[name], _peer(**dict.fromkeys(switches, True)), "msprobe_monitor")
+        for name, switches in (
+            ("all", ("xy_distribution", "wg_distribution", "mv_distribution")),
+            ("gradients", ("wg_distribution", "mv_distribution")),
+        )
+    ),
 ]
 
 
@@ -76,16 +84,20 @@ def bench(options: Options) -> list[dict[str, Any]]:
         bench(Options(Path("bench_out"), only="h64"))
     """
     lines: list[dict[str, Any]] = []
-    for workload in options.chosen([_H64, _H1024, _TP2]):
+    for workload in asked(options, [_H64, _H1024, _TP2]):
         if workload.name == "tp2":
             lines += _seed(workload, options)
         elif workload.name == "h1024":
             some = {name: variant for name, variant in VARIANTS.items() if name != "every_100"}
-            lines += [*_with_every_100(measured(workload, some, options)), *columns("h1024", PAIRS, options)]
+            lines += _with_every_100(measured(workload, some, options))
+            lines += columns("h1024", PAIRS, options, steps=2, rounds=1)
         else:
-            lines += [*measured(workload, VARIANTS, options), *columns("h64", PAIRS, options)]
+            lines += measured(workload, VARIANTS, options)
+            lines += columns("h64", PAIRS, options, rounds=2) if workload.name == "h64" else []
     for line in lines:
         line["target"] = TARGETS.get(line["name"])
+        if line["target"] is not None:
+            line["asked"] = {"extra_bytes": EXTRA_BYTES}
     return lines
 
 
@@ -95,7 +107,9 @@ def _seed(workload: Workload, options: Options) -> list[dict[str, Any]]:
         "one_rank": {"ranks": [0], "monitor": _BOUNDARIES},
         "all_ranks": {"monitor": _BOUNDARIES},
     }
-    return measure_in_processes(workload, variants, options.out, 2, options.progress)
+    ranks = options.ranks or 2
+    over = replace(workload, flags=f"{workload.flags} --tensor-model-parallel-size {ranks}")
+    return measure_in_processes(over, variants, options.out, ranks, options.progress)
 
 
 def _with_every_100(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

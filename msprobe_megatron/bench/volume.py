@@ -6,6 +6,7 @@ of the same architecture; a further small model that was not among them says how
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -13,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,15 @@ import numpy as np
 import numpy.typing as npt
 
 from msprobe_megatron.bench.options import Options
+from msprobe_megatron.bench.turns import BenchFailed
 
 ABOUT = (
-    "Bytes of saved tensors of one step, each distinct tensor once (bf16). Calculated from small models of the same"
-    " architecture; `error` is that of a model that was not used. speed: what the writer reaches, over a plain writer."
+    "Bytes of saved tensors of one step, each distinct tensor once (bf16), by level and microbatches a step: on one"
+    " rank without tensor parallelism and on eight such ranks. Calculated from small models of the same architecture;"
+    " held out: a model that was not among them, and how far its calculated size is off. Attention is not fused: its"
+    " scores are half of L1; the seeds cut each model over eight cards and fuse, so that their sizes are others."
+    " speed: what the kit's writer reaches over a plain sequential one on the same disk, and the seconds in which"
+    " training waited for it."
 )
 LEVELS = ("L0", "L1", "mix")
 
@@ -114,7 +120,12 @@ MODELS = {
     "GPT-3, 1 layer": Shape(1, 12288, 49152, 24, 1024, 50304, 2),
     "GPT-3, 8 layers": Shape(8, 12288, 49152, 24, 1024, 50304, 2),
 }
-BATCHES, RANKS = (1, 2, 3), (1, 8)
+BATCHES, RANKS = (1, 2, 3), 8
+# Megatron's flags that a size follows from; those without a value must be given.
+_MODEL_FLAGS: dict[str, int | None] = {
+    **{"--num-layers": None, "--hidden-size": None, "--num-attention-heads": None, "--seq-length": None},
+    **{"--ffn-hidden-size": 0, "--vocab-size": 32000, "--micro-batch-size": 1},
+}
 _SPEED_BYTES, _SPEED_TENSOR = 384 << 20, 4 << 20
 
 
@@ -125,26 +136,61 @@ def bench(options: Options) -> list[dict[str, Any]]:
 
         bench(Options(Path("bench_out"), only="L0"))
     """
+    models = _models(options.model)
     lines: list[dict[str, Any]] = []
     for level in (level for level in LEVELS if options.only in (None, level)):
-        options.progress(f"{level}: {len(CALIBRATION)} small models")
-        sizes = [recorded(shape, level) for shape in CALIBRATION]
+        sizes = []
+        for at, shape in enumerate(CALIBRATION):
+            options.progress(f"{level}: {len(CALIBRATION)} small models", at / len(CALIBRATION))
+            sizes.append(recorded(shape, level))
         weights = fitted(CALIBRATION, [size for size, _ in sizes])
         actual, files = recorded(HELD_OUT, level)
         calculated = calculation(weights, HELD_OUT)
         error = calculated / actual - 1
         lines.append({"name": f"held out:{level}", "bytes": actual, "files": files, "error": error, "target": 0.02})
-        for model, shape in MODELS.items():
+        for model, shape in models.items():
             for batch in BATCHES:
-                size = calculation(weights, Shape(**{**vars(shape), "microbatches": batch}))
-                lines += [
-                    {"name": f"{model}:{level}:batch {batch}:ranks {ranks}", "bytes": round(size * ranks)}
-                    for ranks in RANKS
-                ]
+                size = round(calculation(weights, Shape(**{**vars(shape), "microbatches": batch})))
+                lines.append(
+                    {
+                        **{"name": f"{model}:{level}:batch {batch}", "bytes": size, "files": _files(size)},
+                        **{f"bytes_of_{RANKS}_ranks": size * RANKS, f"files_of_{RANKS}_ranks": _files(size) * RANKS},
+                    }
+                )
     if options.only in (None, "speed"):
         options.progress("speed of the writer")
-        lines.append({"name": "speed", **speeds(options.out, options.turns or 3), "target": 0.8})
+        lines.append({"name": "speed", **speeds(options.out, options.turns or 5), "target": 0.8})
     return lines
+
+
+def _models(asked: str | None) -> dict[str, Shape]:
+    """The seeds' models, one of them, or one that is given by Megatron's flags."""
+    from msprobe_megatron.bench.workloads import known
+
+    if asked is None or asked == "all":
+        return MODELS
+    if not asked.startswith("--"):
+        return {known(asked, MODELS): MODELS[asked]}
+    parser = argparse.ArgumentParser(prog="--model", add_help=False, exit_on_error=False)
+    for flag, default in _MODEL_FLAGS.items():
+        parser.add_argument(flag, type=int, default=default, required=default is None)
+    try:
+        given, _ = parser.parse_known_args(asked.split())
+    except (argparse.ArgumentError, SystemExit):
+        needed = " ".join(f"{flag} N" for flag, default in _MODEL_FLAGS.items() if default is None)
+        raise BenchFailed(f"--model {asked!r}: the size of a model needs {needed}") from None
+    ffn = given.ffn_hidden_size or 4 * given.hidden_size
+    shape = Shape(
+        given.num_layers, given.hidden_size, ffn, given.num_attention_heads, given.seq_length, given.vocab_size
+    )
+    return {"model": replace(shape, microbatch=given.micro_batch_size)}
+
+
+def _files(size: int) -> int:
+    """Packs of tensors, and the rows and call sites of the step."""
+    from msprobe_megatron.record.tensors import PACK_BYTES
+
+    return -(-size // PACK_BYTES) + 2
 
 
 def recorded(shape: Shape, level: str) -> tuple[int, int]:

@@ -30,6 +30,8 @@ BENCHES = {
     "volume": "msprobe_megatron.bench.volume",
     "layers": "msprobe_megatron.bench.layers",
 }
+# These have one model of their own.
+_NO_MODEL = ("compare", "counts", "layers")
 # Every line has these, empty where they have no meaning for it.
 KEYS = ("name", "ratio", "median_s", "spread", "peak_bytes", "bytes", "files")
 
@@ -63,6 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
     from msprobe_megatron.report.bar import Bar
     from msprobe_megatron.report.bench import print_costs, write_costs
 
+    if arguments.model and arguments.what in _NO_MODEL:
+        print(
+            f"bench {arguments.what} has no --model; those that have: dump monitor perturb scaling volume",
+            file=sys.stderr,
+        )
+        return CANNOT
     peer = check_peer(arguments.peer_python) if arguments.peer_python else None
     with tempfile.TemporaryDirectory(prefix="msprobe_bench_") as temporary, Bar() as bar:
         try:

@@ -34,9 +34,14 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("msprobe peak", "peer_peak_bytes", "size"),
     ("msprobe written", "peer_bytes", "size"),
     ("msprobe files", "peer_files", "{}"),
+    ("on 8 ranks", "bytes_of_8_ranks", "size"),
+    ("files on 8 ranks", "files_of_8_ranks", "{}"),
+    ("ours a second", "ours_bytes_s", "size"),
+    ("plain writer a second", "plain_bytes_s", "size"),
 )
 _NO_COLUMN = {"asked"}  # of further figures of a line
 _FILES_FIRST = ("msprobe files", "msprobe written", "msprobe peak", "added memory", "least", "files", "peak", "spread")
+_SHOWN = {"ratio": "ratio to no tool", "speedup": "speed-up", "GB_a_second": "GB/s", "bytes": "size", "operations": ""}
 _PAPER = 100
 _VERSIONS = ("torch", "megatron-core", "torch_npu", "numpy", "msprobe_megatron")
 _KNOWN = {key for _, key, _ in _COLUMNS}
@@ -93,7 +98,7 @@ def write_costs(report: Mapping[str, Any], out: Path) -> list[Path]:
     name = report.get("file", report["bench"])
     texts = {
         "md": markdown(report),
-        "svg": bars(report["results"], f"bench {report['bench']}: ratio to no tool"),
+        "svg": bars(report["results"], f"bench {name}"),
         # Last: who finds it finds all.
         "json": json.dumps(report, indent=1),
     }
@@ -133,7 +138,7 @@ def machine_text(machine: Mapping[str, Any]) -> str:
     versions = machine.get("versions", {})
     some = ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name))
     return (
-        f"Machine: {machine['processor']}, {machine['cores']} cores, {_size(machine['memory_bytes'])},"
+        f"Machine: {machine['processor']}, {machine['cores']} cores, {size_text(machine['memory_bytes'])},"
         f" {machine['device']}, load {machine['load']:.1f}; {machine['system']}; {some}."
     )
 
@@ -145,19 +150,23 @@ def bars(lines: Sequence[Line], title: str) -> str:
 
         Path("dump.svg").write_text(bars(lines, "bench dump"))
     """
-    shown = [line for line in lines if isinstance(line.get("ratio"), int | float)]
-    height, left, width = 22, 250, 560
-    longest = max([1.0, *(max(line["ratio"], line.get("peer_ratio") or 0) for line in shown)])
+    # What has no ratio is shown by the first of its other figures.
+    figure = next((key for key in _SHOWN if any(line.get(key) is not None for line in lines)), "ratio")
+    shown = [line for line in lines if isinstance(line.get(figure), int | float)]
+    height, width = 22, 560
+    left = 30 + 7 * max([10, *(len(str(line["name"])) for line in shown)])
+    longest = max([1e-9, *(max(line[figure], line.get("peer_ratio") or 0) for line in shown)])
+    longest = max(1.0, longest) if figure == "ratio" else longest
     scale = width / longest
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 90}" height="{height * len(shown) + 50}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 170}" height="{height * len(shown) + 50}"'
         ' font-family="sans-serif" font-size="13">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="8" y="20" font-weight="bold">{escape(title)}</text>',
+        f'<text x="8" y="20" font-weight="bold">{escape(f"{title}: {_SHOWN[figure]}")}</text>',
     ]
     for index, line in enumerate(shown):
-        y, ratio = 34 + index * height, line["ratio"]
-        target, peer = line.get("target"), line.get("peer_ratio")
+        y, ratio = 34 + index * height, line[figure]
+        target, peer = (line.get("target"), line.get("peer_ratio")) if figure == "ratio" else (None, None)
         colour = "#3b6fb6" if target is None or ratio <= target else "#c2571a"
         parts.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(str(line["name"]))}</text>')
         if peer:
@@ -167,10 +176,13 @@ def bars(lines: Sequence[Line], title: str) -> str:
             at = left + target * scale
             parts.append(f'<path d="M{at:.1f} {y}v20" stroke="black" stroke-width="2"/>')
         end = left + max(ratio, peer or 0, target or 0) * scale + 6
-        text = f"{ratio:.3g}" + (f" (msprobe {peer:.3g})" if peer else "")
+        text = (size_text(ratio) if figure.endswith("bytes") else f"{ratio:.3g}") + (
+            f" (msprobe {peer:.3g})" if peer else ""
+        )
         parts.append(f'<text x="{end:.1f}" y="{y + 14}">{text}</text>')
-    one = left + scale
-    parts.append(f'<path d="M{one:.1f} 30V{40 + height * len(shown)}" stroke="#888" stroke-dasharray="3 3"/>')
+    if figure == "ratio":
+        one = left + scale
+        parts.append(f'<path d="M{one:.1f} 30V{40 + height * len(shown)}" stroke="#888" stroke-dasharray="3 3"/>')
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -191,13 +203,17 @@ def _text(value: Any, form: str) -> str:
     if form == "ms":
         return f"{value * 1e3:.1f}"
     if form == "size":
-        return _size(value)
+        return size_text(value)
     if form == "{}" and isinstance(value, float):
         return f"{value:.4g}"
     return form.format(value)
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
+    """Bytes for people.
+
+    Example: ``size_text(1536)  # "1.5 KiB"``.
+    """
     for unit in _SIZES:
         if count < 1024 or unit == _SIZES[-1]:  # noqa: PLR2004
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

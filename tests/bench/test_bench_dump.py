@@ -16,4 +16,4 @@ def test_json_has_a_line_for_every_variant(tmp_path):
     assert all(line["ratio"] > 0 and line["training_ratio"] > 0 for line in results.values())
     rows = {name: results[f"h64:{name}"]["rows"] for name in NAMES}
     assert rows["loaded"] == 0 < rows["L0"] == rows["L0+digest"] < rows["L1"] == rows["L1+digest"] < rows["mix"]
-    assert (tmp_path / "h64_L1_0/step_000001/rank_00000/records.parquet").is_file()
+    assert (tmp_path / "runs/dump_h64/h64_L1_0/step_000001/rank_00000/records.parquet").is_file()

@@ -20,7 +20,7 @@ def test_json_has_a_line_for_every_variant(tmp_path):
     assert all(line["ratio"] > 0 and line["target"] == TARGETS.get(name) for name, line in results.items())
     rows = {name: results[f"h64:{name}"]["rows"] for name in NAMES}
     assert 0 < rows["boundaries"] < rows["gradients"] < rows["all"] == rows["every_100"]
-    assert list((tmp_path / "h64_all_0/monitor/rank_00000").glob("steps_*.parquet"))
+    assert list((tmp_path / "runs/monitor_h64/h64_all_0/monitor/rank_00000").glob("steps_*.parquet"))
 
 
 def test_the_variants_ask_for_what_their_names_say():

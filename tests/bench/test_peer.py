@@ -6,7 +6,9 @@ import pytest
 
 from msprobe_megatron.bench.dump import PAIRS
 from msprobe_megatron.bench.options import Options
-from msprobe_megatron.bench.peer.columns import PeerFailed, columns, run_worker
+from msprobe_megatron.bench.peer.columns import PeerFailed, check_peer, columns, run_worker
+from msprobe_megatron.bench.perturb import PAIRS as PERTURB_PAIRS
+from msprobe_megatron.cli import main
 
 
 def test_both_tools_run_the_same_model(peer, tmp_path):
@@ -30,5 +32,24 @@ def test_the_model_trains_alike_with_and_without(tmp_path):
 
 def test_no_peer_no_column_and_a_bad_one_speaks(tmp_path):
     assert columns("h64", PAIRS, Options(tmp_path)) == []
-    with pytest.raises(PeerFailed, match="No module named 'msprobe'"):
-        columns("h64", PAIRS[:1], Options(tmp_path, turns=1, peer_python=sys.executable), steps=1)
+    (line,) = columns("h64", PAIRS[:1], Options(tmp_path, turns=1, peer_python=sys.executable), steps=1)
+    assert line["ratio"] > 0 and line["peer_ratio"] is None
+    assert "No module named 'msprobe'" in line["peer_error"]
+
+
+def test_an_interpreter_without_the_peer_is_refused_before_anything_is_measured(tmp_path, capsys):
+    with pytest.raises(PeerFailed, match="no torch with mindstudio-probe"):
+        check_peer(sys.executable)
+    assert main(["bench", "dump", "--peer-python", str(tmp_path / "python"), "--out", str(tmp_path / "out")]) == 2
+    assert f"{tmp_path / 'python'} cannot be run (No such file or directory)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_settings_of_the_free_benchmark_are_those_its_manual_names():
+    for pair in PERTURB_PAIRS:
+        section = pair.peer["free_benchmark"]
+        assert pair.peer["level"] == section["fuzz_level"] == "L1"
+        assert section["fuzz_stage"] == ("backward" if "backward" in pair.name else "forward")
+        assert section["handler_type"] == ("fix" if pair.name.startswith("fix") else "check")
+        assert section["if_preheat"] == pair.name.startswith("preheat")
+        assert section["list"] == ([] if pair.name.endswith(("all", "budget")) else ["softmax"])

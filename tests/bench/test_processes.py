@@ -37,12 +37,11 @@ def test_two_processes_through_the_command(tmp_path):
     report = json.loads(done.stdout)
     results = {found["name"]: found for found in report["results"]}
     assert results["h64:L0"]["ranks"] == 2
-    one = json.loads((tmp_path / "h64_task_rank_0.json").read_text())
-    two = json.loads((tmp_path / "h64_task_rank_1.json").read_text())
+    one, two = (json.loads((tmp_path / f"runs/dump_h64/h64_task_rank_{rank}.json").read_text()) for rank in (0, 1))
     assert results["h64:L0"]["rows"] == one[2]["rows"] + two[2]["rows"] > 0
     assert report["machine"]["cores"] >= 1
-    assert (tmp_path / "dump.svg").read_text().count("<rect") == 1 + len(results)
-    assert (tmp_path / "dump.md").read_text().startswith("| ")
+    assert (tmp_path / "dump_h64.svg").read_text().count("<rect") == 1 + len(results)
+    assert (tmp_path / "dump_h64.md").read_text().startswith("| ")
 
 
 def test_nothing_of_that_name_is_said(tmp_path):

@@ -20,7 +20,7 @@ from msprobe_megatron.bench.options import Options
 from msprobe_megatron.bench.turns import spread
 
 _WORKER = Path(__file__).with_name("worker.py")
-_PATIENCE_SECONDS = 180
+_PATIENCE_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def columns(
     """
     if options.peer_python is None:
         return []
-    work = {"none": (sys.executable, "none", {})}
+    work: dict[str, tuple[str, str, dict[str, Any]]] = {"none": (sys.executable, "none", {})}
     for pair in pairs:
         work[f"ours {pair.name}"] = (sys.executable, "ours", pair.ours)
         work[f"peer {pair.name}"] = (options.peer_python, pair.peer_tool, pair.peer)
@@ -100,7 +100,7 @@ def _line(size: str, name: str, found: dict[str, list[dict[str, Any]]], failed: 
         "median_s": ours,
         "spread": spread(steps),
         "peak_bytes": last["peak_bytes"],
-        "memory_ratio": last["peak_bytes"] / found["none"][-1]["peak_bytes"],
+        "memory_ratio": last["peak_bytes"] / (found["none"][-1]["peak_bytes"] or 1),
         **{key: last[key] for key in ("bytes", "files")},
         **{"peer_ratio": None, "peer_peak_bytes": None, "peer_bytes": None, "peer_files": None},
     }
