@@ -95,6 +95,27 @@ def compiled(chunks: Sequence[nn.Module]) -> list[str]:
     ]
 
 
+def reducers(chunks: Sequence[nn.Module]) -> list[str]:
+    """A sentence if torch's own DistributedDataParallel is there: what its reducer sends, it sends from C++.
+
+    Example::
+
+        reducers([nn.parallel.DistributedDataParallel(model)])
+    """
+    found = [
+        name or "the model itself"
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if isinstance(module, nn.parallel.DistributedDataParallel)
+    ]
+    if not found:
+        return []
+    return [
+        f"torch DistributedDataParallel ({found[0]}): its all-reduces of gradients and broadcasts of buffers are made in"
+        " C++ and have no comm rows; the reduced gradients have rows"
+    ]
+
+
 def context_parallel_order(arguments: Any) -> str:
     """How the sequence is cut over context-parallel ranks: Megatron's zig-zag unless MindSpeed says otherwise.
 

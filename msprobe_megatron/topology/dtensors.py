@@ -8,12 +8,16 @@ import torch
 
 from msprobe_megatron.topology.shards import Cut, Dim, ShardSpec
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part on this rank of a distributed tensor, without communication; any other tensor as it is.
 
     Example: of a weight of 8 rows that FSDP2 has cut over 2 ranks, 4 rows.
     """
+    if tensor.__class__ in _PLAIN:
+        return tensor
     part = getattr(tensor, "_local_tensor", None)
     return part if isinstance(part, torch.Tensor) else tensor
 

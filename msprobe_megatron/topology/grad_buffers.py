@@ -17,14 +17,19 @@ def reduced_range(chunk: nn.Module, parameter: nn.Parameter) -> tuple[int, int] 
 
     An empty range (start == stop) says that another data-parallel rank holds all of it.
     """
-    config = getattr(chunk, "ddp_config", None)
-    if config is None or not getattr(config, "use_distributed_optimizer", False):
+    if not getattr(settings(chunk), "use_distributed_optimizer", False):
         return None
     for buffer in _buffers(chunk):
         place = getattr(buffer, "param_index_map", {}).get(parameter)
         if place is not None:
             return _intersection(buffer, place)
     return None
+
+
+def settings(chunk: nn.Module) -> Any | None:
+    """How Megatron's DDP was told to work; 0.6 keeps what it was told itself. None for any other module."""
+    config = getattr(chunk, "ddp_config", None)
+    return chunk if config is None and hasattr(chunk, "use_distributed_optimizer") else config
 
 
 def _buffers(chunk: nn.Module) -> list[Any]:
@@ -62,7 +67,7 @@ def buckets(chunk: nn.Module) -> list[BucketSegments]:
             first = found.segments[0]
             found.bucket.grad_data[first.start : first.stop]
     """
-    if getattr(chunk, "ddp_config", None) is None:
+    if settings(chunk) is None:
         return []
     found: list[BucketSegments] = []
     for buffer in _buffers(chunk):

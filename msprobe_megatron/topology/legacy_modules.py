@@ -43,6 +43,7 @@ BY_PLACE: dict[tuple[str, str], dict[str, str]] = {
     ("TransformerLanguageModel", "embedding"): {"input": _IDS, "output": _HIDDEN},
     ("Embedding", "position_embeddings"): {"input": _IDS, "output": "b s h"},
     ("Embedding", "embedding_dropout"): _SAME,
+    ("VocabParallelEmbedding", "norm"): {"input": "b s h", "output": "b s h"},  # ModelLink's --embed-layernorm
     ("ParallelTransformerLayer", "input_norm"): _SAME,
     ("ParallelTransformerLayer", "input_layernorm"): _SAME,
     ("ParallelTransformerLayer", "post_attention_norm"): _SAME,

@@ -93,7 +93,7 @@ class Host:
 
     def run(self, world: int, command: list[str], environment: dict[str, str] | None = None) -> Finished:
         launcher = [self.python, "-m", "torch.distributed.run", "--nproc_per_node", str(world)]
-        launcher += ["--master_port", str(_free_port())]
+        launcher += ["--master_port", str(free_port())]
         stubs = [str(_STUBS)] if self.old else []
         path = os.pathsep.join([str(self.checkout), *stubs, *filter(None, [os.environ.get("PYTHONPATH")])])
         settings = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -110,7 +110,7 @@ class Host:
         return Finished.of(done.returncode, done.stdout)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

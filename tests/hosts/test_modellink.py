@@ -1,12 +1,15 @@
-"""ModelLink's own launch recipes, unedited, from a checkout given by MODELLINK_PATH: how each would be started.
+"""ModelLink's own launch recipes, from a checkout given by MODELLINK_PATH: how each is started, and trained on CPU."""
 
-The launcher is a stub: nothing is trained here. What runs on CPU is the model of each overlay (tests/recipes).
-"""
+import json
 
+import pyarrow.parquet as pq
 import pytest
 
+from msprobe_megatron.analyse.diagnose import diagnose
+from msprobe_megatron.analyse.load import open_run
 from msprobe_megatron.overlays import all_overlays
 from tests.hosts.conftest import checkout
+from tests.hosts.modellink import SMALLER, WORLD, Host
 from tests.recipes.stub import RECIPES, Bench
 
 OVERLAYS = {overlay.name: overlay for overlay in all_overlays(RECIPES) if overlay.name.startswith("modellink/")}
@@ -54,3 +57,55 @@ def test_the_two_lines_of_the_readme_name_a_recipe_that_is_there(modellink):
     assert overlay.strip() in OVERLAYS
     assert (modellink / recipe.strip()).is_file()
     assert OVERLAYS[overlay.strip()].matches(recipe.strip())
+
+
+@pytest.fixture(scope="module")
+def host(modellink):
+    found = Host(modellink, "modellink")
+    found.require()
+    return found
+
+
+def rows(out, step, rank):
+    return pq.read_table(out / f"step_{step:06d}/rank_{rank:05d}/records.parquet").to_pylist()
+
+
+def check(out, probed):
+    """Every rank recorded its steps whole, healthy, and every tensor says which part of the whole it is."""
+    assert probed.code == 0, probed.tail()
+    assert sorted(probed.iterations) == [1, 2, 3], probed.tail()
+    for rank in range(WORLD):
+        ledger = json.loads((out / f"ranks/rank_{rank:05d}.json").read_text())["ledger"]
+        assert (ledger["faults"], ledger["not_happened"], ledger["steps"]) == ([], [], [0, 2])
+        found = rows(out, 2, rank)
+        assert {row["microbatch"] for row in found if row["kind"] == "activation"} == {0, 1, 2, 3}
+        assert {"activation", "gradient", "parameter", "grad_reduced"} <= {row["kind"] for row in found}
+        unknown = {(row["name"], row["shard"]) for row in found if row["shard"].startswith("?")}
+        # The norm of a latent key is not one of heads.
+        assert {name for name, _ in unknown if not name.endswith("k_layernorm")} <= {"lm loss"}, unknown
+    # The first steps of a job in fp16 overflow until the loss scale has come down.
+    findings = [finding.text for finding in diagnose(open_run(out)).findings if "non-finite" not in finding.text]
+    assert findings == []
+
+
+# LLaMA2 in both of ModelLink's models: pipeline of two, distributed optimizer, fused attention.
+@pytest.mark.parametrize("recipe", ["llama2", "mcore/llama2"])
+def test_training_prints_the_numbers_of_a_run_without_the_kit(host, tmp_path, recipe):
+    path = host.checkout / "examples" / recipe / "pretrain_llama2_7b_ptd.sh"
+    plain = host.train(path, tmp_path / "plain", kit=False)
+    probed = host.train(path, tmp_path / "probed", kit=True)
+    assert sorted(plain.iterations) == [1, 2, 3], plain.tail()
+    assert probed.iterations == plain.iterations
+    check(tmp_path / "probed/out", probed)
+    run = json.loads((tmp_path / "probed/out/run.json").read_text())
+    assert run["versions"]["megatron-core"].startswith("0.6.")
+    assert run["sizes"]["pp"] == 2
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_training_of_the_recipe_of_each_overlay(host, tmp_path, name):
+    recipes = recipes_of(host.checkout, OVERLAYS[name])
+    if not recipes:
+        pytest.skip(f"this checkout has no recipe that {name} is for")
+    more = SMALLER.get(name.partition("/")[2])
+    check(tmp_path / "job/out", host.train(recipes[0], tmp_path / "job", kit=True, more=more))
