@@ -8,8 +8,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from msprobe_megatron.analyse.judge import distances
 from msprobe_megatron.analyse.load import Run
 from msprobe_megatron.analyse.match import Pairs
+from msprobe_megatron.analyse.tolerance import EPS, EPS32, Scene, is_data, tolerances
+
+_LAST_PLACES = 4.0
+"""Units in the last place by which the weights of a repetition may be off."""
 
 
 def no_common_step(golden: Run, run: Run, step: int | None) -> str:
@@ -33,6 +38,36 @@ def different_models(golden: Run, run: Run, pairs: Pairs) -> str:
         return f"the models differ: {lonely.sum()} weights such as {name} are in one run only"
     if not (pairs["left_has"].astype(bool) & pairs["right_has"].astype(bool)).any():
         return "no tensor of the same name was recorded by both; were different modules selected?"
+    return ""
+
+
+def no_repetition(golden: Run, noise: Run, step: int | None, pairs: Pairs | None) -> str:
+    """Why the distance of two runs is not the noise of one computation, or an empty text.
+
+    A repetition has the golden run's model, data and weights, the last but for their last places (`noise_run: true`);
+    the distance to anything else would excuse every fault.
+
+    Example::
+
+        no_repetition(golden, noise, None, match(golden, noise))
+    """
+    named = f"--noise {noise.path} is no repetition of {golden.path}"
+    if pairs is None:
+        return f"{named}: {no_common_step(golden, noise, step)}"
+    different = different_models(golden, noise, pairs)
+    if different:
+        return f"{named}: {different}"
+    average, _ = distances(pairs)
+    first = pairs["step"] == pairs["step"].min()
+    if (average[first & is_data(pairs)] > 0).any():
+        return f"{named}: it was given other data"
+    own = np.array([EPS.get(dtype, EPS32) for dtype in pairs["dtype_l"]])
+    limit = tolerances(pairs, Scene.of(golden, noise, pairs)).average + _LAST_PLACES * own
+    both = pairs["left_has"].astype(bool) & pairs["right_has"].astype(bool)
+    apart = first & both & (pairs["kind"] == "parameter") & (average > limit)
+    if apart.any():
+        worst = int(np.where(apart, average, -1.0).argmax())
+        return f"{named}: its weights are others, {pairs['name'][worst]} by {100 * average[worst]:.2g} %"
     return ""
 
 

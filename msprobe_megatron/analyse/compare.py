@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from msprobe_megatron.analyse.causes import DIVERGED, INHERITED, classify
-from msprobe_megatron.analyse.comparable import different_models, lonely_weights, no_common_step
+from msprobe_megatron.analyse.comparable import different_models, lonely_weights, no_common_step, no_repetition
 from msprobe_megatron.analyse.differences import Difference, data_differ, difference, each_once, replicas
 from msprobe_megatron.analyse.hints import hints
 from msprobe_megatron.analyse.judge import Judgement, distances, judge
@@ -47,7 +47,7 @@ class Comparison:
     steps: list[int]
     first_divergence: Difference | None = None
     suspects: list[Difference] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_STATES, 0))
     replicas: list[dict[str, Any]] = field(default_factory=list)
     layout: dict[str, int] = field(default_factory=dict)
     hints: list[str] = field(default_factory=list)
@@ -94,9 +94,16 @@ def compare(
     different = different_models(golden, run, pairs)
     if different:
         return replace(result, verdict=INCOMPARABLE, reason=different)
+    repeated = None
+    if noise is not None:
+        repeated = match(golden, noise, step) if set(steps) & set(noise.steps) else None
+        if odd_noise := no_repetition(golden, noise, step, repeated):
+            return replace(result, verdict=INCOMPARABLE, reason=odd_noise)
+    if noise is not None and repeated is not None:
+        compare_tensors(golden, noise, step, repeated)
     if tensors:
         compare_tensors(golden, run, step, pairs, progress)
-    judgement = _judge(golden, run, pairs, step, noise)
+    judgement = _judge(golden, run, pairs, repeated)
     judgement.diverged |= lonely_weights(golden, run, pairs)
     if (golden.facts.get("gradient_scale") is None) != (run.facts.get("gradient_scale") is None):
         gradients = pairs["kind"] == "gradient"
@@ -136,10 +143,10 @@ def compare(
     )
 
 
-def _judge(golden: Run, run: Run, pairs: Pairs, step: int | None, noise: Run | None) -> Judgement:
+def _judge(golden: Run, run: Run, pairs: Pairs, repeated: Pairs | None) -> Judgement:
     allowed = tolerances(pairs, Scene.of(golden, run, pairs))
-    if noise is not None:
-        allowed = allowed.at_least(*_measured(golden, noise, pairs, step))
+    if repeated is not None:
+        allowed = allowed.at_least(*_measured(repeated, pairs))
     padded = [side.facts.get("arguments", {}).get("padded_vocab_size") for side in (golden, run)]
     return judge(pairs, allowed, (padded[0], padded[1]) if all(padded) and padded[0] != padded[1] else None)
 
@@ -147,10 +154,8 @@ def _judge(golden: Run, run: Run, pairs: Pairs, step: int | None, noise: Run | N
 _TIMES_NOISE = 4.0
 
 
-def _measured(golden: Run, noise: Run, pairs: Pairs, step: int | None) -> tuple[Floats, Floats]:
+def _measured(repeated: Pairs, pairs: Pairs) -> tuple[Floats, Floats]:
     """Four times the distance between the golden run and its repetition, tensor by tensor."""
-    repeated = match(golden, noise, step)
-    compare_tensors(golden, noise, step, repeated)
     keys, wanted = repeated.keys(), pairs.keys()
     found = []
     for measured in distances(repeated):

@@ -111,7 +111,9 @@ def _non_finite(view: View, step: int) -> tuple[str, Finding]:
         ("reached", spread),
     )
     key = "|".join(str(where[name]) for name in ("kind", "name", "io", "path", "phase"))
-    head = f"Non-finite since step {step} in {where['module'] if where['source'] == 'operator' else where['name']}"
+    kinds = " and ".join(word for word in ("NaN", "Inf") if word in where["holds"]) or "not on every rank"
+    place = where["module"] if where["source"] == "operator" else where["name"]
+    head = f"Non-finite ({kinds}) since step {step} in {place}"
     return head, Finding("bad", title, where["words"], command, key, step, facts, found.next)
 
 

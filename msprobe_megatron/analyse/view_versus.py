@@ -112,7 +112,7 @@ def verdict_against(comparison: Comparison, alone: Verdict) -> Verdict:
             "bad" if alone.tone == "bad" else "note", "Cannot be compared", [odd, *alone.findings], alone.steps
         )
     finding = _divergence(first, f"msprobe-megatron compare {golden} {run} --step {first.step}")
-    hints = [Finding("note", "Hint", text) for text in comparison.hints]
+    hints = [Finding("note", "Hint", text[:1].upper() + text[1:]) for text in comparison.hints]
     steps = [first.step, *alone.steps]
     # What arrives at a layer was made by nobody inside it, and "in decoder" would say nothing.
     where = first.module if not _arrives(first) else f"what arrives at {first.name}"
@@ -127,7 +127,7 @@ def _arrives(first: Difference) -> bool:
 def _divergence(first: Difference, command: str) -> Finding:
     what = {"activation": first.io, "gradient": f"gradient of the {first.io}"}.get(first.kind, first.kind)
     times = first.error / first.tolerance if first.tolerance else math.inf
-    over = f", {_figure(times)} times what rounding explains ({_figure(first.tolerance)})"
+    over = f", {times:,.0f} times what rounding explains ({_figure(first.tolerance)})"
     when = f"step {first.step}" + ("" if first.microbatch is None else f", microbatch {first.microbatch}")
     facts = (
         ("tensor", f"{first.name} {what} {first.path}".strip()),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-_STEERING = {code: "·" for code in (*range(10), *range(11, 32), *range(127, 160))}
+# Controls of the terminal, and those that turn the direction of writing around.
+_CODES = (*range(10), *range(11, 32), *range(127, 160), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+_STEERING = {code: "·" for code in _CODES}
 
 
 def harmless(text: str) -> str:
-    r"""The text with every control character but the end of a line shown as a dot.
+    r"""The text with every character that steers, but the end of a line, shown as a dot.
 
     Example::
 

@@ -17,6 +17,8 @@ from msprobe_megatron.analyse.summary import Summary
 from msprobe_megatron.report.harmless import harmless
 
 _WIDTH = 100
+_NARROW = 80
+_PLAIN = str.maketrans({"…": "~", "·": ".", "×": "x", "–": "-", "→": ">", "█": "#", "━": "-"})
 
 
 class _Console(Console):
@@ -24,9 +26,17 @@ class _Console(Console):
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(
-            segment if segment.control else Segment(harmless(segment.text), segment.style)
-            for segment in buffer
+            segment if segment.control else Segment(self._printable(segment.text), segment.style) for segment in buffer
         )
+
+    def _printable(self, text: str) -> str:
+        """Harmless, and in the letters of the locale: one that has no "…" gets another single character for it."""
+        text = harmless(text)
+        try:
+            text.encode(self.encoding)
+        except UnicodeEncodeError:
+            return text.translate(_PLAIN).encode(self.encoding, "replace").decode(self.encoding)
+        return text
 
 
 def console(stream: Any = None) -> Console:
@@ -51,7 +61,7 @@ def print_summary(summary: Summary, out: Console | None = None) -> None:
         f"{summary.rows:,} rows of {plural(len(summary.ranks), 'rank')}, steps {steps}, {size(summary.bytes)} on disk"
     )
     if summary.lines:
-        out.print(_table(summary))
+        out.print(_table(summary, narrow=out.width < _NARROW))
     for reason, count in sorted(summary.unmerged.items()):
         out.print(f"not merged over shards: {count} rows: {escape(reason)}")
     for text in summary.warnings:
@@ -60,26 +70,24 @@ def print_summary(summary: Summary, out: Console | None = None) -> None:
         out.print("everything that was asked was recorded", style="green")
 
 
-def _table(summary: Summary) -> Table:
+def _table(summary: Summary, *, narrow: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("where")
     table.add_column("kind")
-    for name in ("names", "tensors", "absmax", "norm", "zeros", "non-finite"):
-        table.add_column(name, justify="right")
+    # A figure that is cut off is a wrong figure: on a narrow terminal there are fewer of them.
+    for name in (
+        ("absmax", "norm", "non-finite") if narrow else ("names", "tensors", "absmax", "norm", "zeros", "non-finite")
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
     previous = None
     for line in summary.lines:
         bad = Text(str(line.non_finite), style="bold red" if line.non_finite else "")
         kind = line.kind if line.replicas_agree else f"{line.kind} (replicas differ)"
-        table.add_row(
-            escape(line.place) if line.place != previous else "",
-            kind,
-            str(line.names),
-            str(line.tensors),
-            number(line.absmax),
-            number(line.norm),
-            "" if line.zeros is None else f"{100 * line.zeros:.1f}%",
-            bad,
-        )
+        place = escape(line.place) if line.place != previous else ""
+        zeros = "" if line.zeros is None else f"{100 * line.zeros:.1f}%"
+        largest = (number(line.absmax), number(line.norm))
+        wide = (str(line.names), str(line.tensors), *largest, zeros, bad)
+        table.add_row(place, kind, *((*largest, bad) if narrow else wide))
         previous = line.place
     return table
 
@@ -90,7 +98,7 @@ def print_ledger(lines: Sequence[dict[str, Any]], title: str, out: Console | Non
     out.print(f"[bold]{escape(title)}[/bold]")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("patch", "phase", "state", "fired"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "fired" else "left")
+        table.add_column(name, no_wrap=name != "patch", overflow="fold", justify="right" if name == "fired" else "left")
     for line in lines:
         style = {"bound": "green", "absent": "yellow", "left": "yellow"}.get(line["state"], "")
         table.add_row(escape(line["id"]), line["phase"], Text(line["state"], style=style), str(line["fired"]))

@@ -12,7 +12,7 @@ from msprobe_megatron.report.terminal import console, span
 
 _STYLES = {"agree": "bold green", "diverged": "bold red", "incomparable": "bold yellow"}
 _STACK = 4
-_NAME = 62
+_FIGURES = 38
 _LINE = 90
 
 
@@ -22,7 +22,7 @@ def print_comparison(result: Comparison, out: Console | None = None) -> None:
     out.print(Text(result.verdict, style=_STYLES[result.verdict]), escape(f"{result.golden} | {result.run}"))
     if result.reason:
         out.print(escape(result.reason))
-    if result.counts:
+    if any(result.counts.values()):
         words = {"only_left": "only in golden", "only_right": "only in run", "layout": "not comparable"}
         parts = [f"{n} {words.get(state, state)}" for state, n in result.counts.items() if n or state == "agree"]
         exact = f"; {result.tensors} compared element by element" if result.tensors else ""
@@ -39,7 +39,7 @@ def print_comparison(result: Comparison, out: Console | None = None) -> None:
     for text in result.hints:
         out.print(Text(f"hint: {text}", style="cyan"))
     if result.suspects:
-        out.print(_suspects(result.suspects))
+        out.print(_suspects(result.suspects, out.width - _FIGURES))
     if result.replicas:
         names = ", ".join(f"{r['name']} ({r['kind']}, ranks {span(r['ranks'])})" for r in result.replicas[:3])
         more = f" and {len(result.replicas) - 3} more" if len(result.replicas) > 3 else ""
@@ -80,7 +80,7 @@ def _label(item: Difference) -> str:
     return f"{item.name} {what}{path}"
 
 
-def _suspects(suspects: list[Difference]) -> Table:
+def _suspects(suspects: list[Difference], room: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("then", no_wrap=True)
     for name in ("step", "mb", "ranks", "error", "allowed"):
@@ -88,7 +88,7 @@ def _suspects(suspects: list[Difference]) -> Table:
     for item in suspects:
         style = "" if item.state == "diverged" else "dim"
         table.add_row(
-            Text(_tail(_label(item)), style=style),
+            Text(_tail(_label(item), max(room, 12)), style=style),
             str(item.step),
             "" if item.microbatch is None else str(item.microbatch),
             _few(span(item.ranks)),
@@ -98,9 +98,9 @@ def _suspects(suspects: list[Difference]) -> Table:
     return table
 
 
-def _tail(text: str) -> str:
+def _tail(text: str, room: int) -> str:
     """Names of a model differ at their ends."""
-    return text if len(text) <= _NAME else f"…{text[-_NAME + 1 :]}"
+    return text if len(text) <= room else f"…{text[-room + 1 :]}"
 
 
 def _few(text: str) -> str:

@@ -23,11 +23,13 @@ def print_diagnosis(result: Diagnosis, out: Console | None = None) -> None:
     """The answer to `msprobe-megatron diagnose RUN`."""
     out = out if out is not None else console()
     out.print(f"[bold]{escape(result.path)}[/bold]")
-    out.print(f"steps {span(result.steps)}: {result.tensors:,} tensors, shards put together")
+    found = f"{result.tensors:,} tensors, shards put together" if result.tensors else "no tensors were recorded"
+    out.print(f"steps {span(result.steps)}: {found}" if result.steps else found)
     for finding in result.findings:
         _finding(out, finding)
     if not result.findings:
-        out.print("all numbers finite, all replicas equal, everything asked was recorded", style="green")
+        words = "all numbers finite, all replicas equal, " if result.tensors else "nothing found, "
+        out.print(f"{words}everything asked was recorded", style="green")
 
 
 def _finding(out: Console, finding: Finding) -> None:

@@ -42,6 +42,7 @@ class Runs:
         more = {"both.yaml": ("[0, 2]", ""), "first.yaml": ("[0]", "")}
         more["sketches.yaml"] = ("[0]", ", digest: true, sketch: 256")
         more["tensors.yaml"] = ("[0]", ", task: tensor")
+        more["later_tensors.yaml"] = ("[0, 2]", ", task: tensor")
         more["second.yaml"] = ("[0]", ", microbatches: [1]")
         more["rank0.yaml"] = ("[0]\nranks: [0]", "")
         for name, (steps, measures) in more.items():
@@ -61,9 +62,9 @@ class Runs:
         """Step 0 with digests and sketches."""
         return self._trained(layout, fault, "sketches.yaml", 1)
 
-    def saved(self, layout: str, fault: str = "none") -> Path:
-        """Step 0 with whole tensors."""
-        return self._trained(layout, fault, "tensors.yaml", 1)
+    def saved(self, layout: str, fault: str = "none", *, steps: int = 1) -> Path:
+        """Step 0 with whole tensors, and also step 2 if three steps are asked for."""
+        return self._trained(layout, fault, "tensors.yaml" if steps == 1 else "later_tensors.yaml", steps)
 
     def partly(self, layout: str, probe: str) -> Path:
         """Step 0 of only the `second` microbatch, or of `rank0` only."""

@@ -53,3 +53,34 @@ def test_what_cannot_be_compared_says_why(runs, capsys, tmp_path):
     assert "the models differ" in capsys.readouterr().out
     assert main(["compare", str(runs.clean("single")), str(tmp_path)]) == 2
     assert "run.json" in capsys.readouterr().err
+
+
+def test_json_has_the_same_keys_whatever_the_verdict(runs, capsys):
+    answers = []
+    for other in (runs.clean("tp2_pp2"), runs.faulty("tp2", "no_reduction"), runs.clean("wider")):
+        main(["compare", str(runs.clean("single")), str(other), "--json"])
+        answers.append(json.loads(capsys.readouterr().out))
+    assert [answer["verdict"] for answer in answers] == ["agree", "diverged", "incomparable"]
+    assert answers[0].keys() == answers[1].keys() == answers[2].keys()
+    assert answers[0]["counts"].keys() == answers[1]["counts"].keys() == answers[2]["counts"].keys()
+    assert {"verdict", "first_divergence", "suspects", "counts", "replicas"} <= answers[0].keys()
+
+
+def test_noise_that_is_no_repetition_is_refused(runs, capsys, tmp_path):
+    """The distance to another model, other data or other weights would excuse every fault."""
+    golden, moe = str(runs.clean("single")), str(runs.clean("moe"))
+    faulty = str(runs.faulty("tp2", "no_reduction"))
+    assert main(["compare", golden, faulty, "--noise", golden]) == 1
+    capsys.readouterr()
+    for run, other, noise, why in (
+        (golden, faulty, runs.clean("wider"), "the models differ: ffn_hidden_size is 64 and 128"),
+        (golden, faulty, runs.faulty("dp2", "other_data"), "it was given other data"),
+        (moe, moe, runs.faulty("ep2", "expert_not_loaded"), "its weights are others, decoder.layers.1.mlp.experts"),
+    ):
+        assert main(["compare", run, other, "--noise", str(noise)]) == 2
+        text = " ".join(capsys.readouterr().out.split())
+        assert f"is no repetition of {run}: {why}" in text
+    assert main(["compare", golden, faulty, "--step", "0", "--noise", golden]) == 1
+    capsys.readouterr()
+    assert main(["compare", golden, golden, "--step", "2", "--noise", str(faulty)]) == 2
+    assert "step 2 was not recorded by both" in " ".join(capsys.readouterr().out.split())

@@ -10,31 +10,20 @@ import pytest
 
 from msprobe_megatron.analyse.exchanges import exchanges, totals
 from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.view_comm import carry, communication
-from tests.forked import run_forked
+from msprobe_megatron.analyse.view_comm import communication
+from tests.demo_runs import demo_run
 
 MICROBATCHES = 2
-JOB = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 1"
-    f" --global-batch-size {2 * MICROBATCHES} --attention-dropout 0 --hidden-dropout 0"
-    " --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-)
-
-
-def train(argv):
-    from msprobe_megatron.demo.pretrain_gpt import run
-
-    return run(argv).losses
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """TP2 x PP2 over four processes, two microbatches, recorded at mix."""
-    folder = tmp_path_factory.mktemp("exchanges")
-    (folder / "probe.yaml").write_text("steps: [0]\ndump: {level: mix}\n")
-    argv = f"{JOB} --msprobe-config {folder}/probe.yaml --msprobe-output {folder}/out".split()
-    run_forked(4, train, argv)
-    return folder / "out"
+    flags = (
+        f"--num-layers 4 --micro-batch-size 2 --train-iters 1 --global-batch-size {2 * MICROBATCHES}"
+        " --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    )
+    return demo_run(tmp_path_factory.mktemp("exchanges"), "steps: [0]\ndump: {level: mix}\n", flags, world=4)
 
 
 def comm_rows(run):
@@ -97,19 +86,6 @@ def test_a_changed_value_is_named(run, tmp_path, op):
     assert "rank 2" in wrong.finding
     shown = communication(open_run(copy), [0])
     assert (shown["wrong"], shown["first"][0]["finding"]) == (1, wrong.finding)
-
-
-def test_the_way_of_a_value_names_what_carried_it(run):
-    found = exchanges(open_run(run), 0)
-    stop = {"microbatch": 0, "phase": "forward", "io": "output"}
-    flow = [
-        {**stop, "name": "decoder.layers.1.mlp.linear_fc2"},
-        {**stop, "name": "decoder.layers.2.input_layernorm", "io": "input"},
-    ]
-    ranks_of = {"decoder.layers.1.mlp.linear_fc2": [0, 1], "decoder.layers.2.input_layernorm": [2, 3]}
-    carry(flow, found, ranks_of)
-    assert [text.partition(",")[0] for text in flow[0]["carried"]] == ["all_reduce over tp"]
-    assert [text.partition(",")[0] for text in flow[1]["carried"]] == ["send rank 0 to rank 2", "send rank 1 to rank 3"]
 
 
 def test_a_run_without_communication_is_empty(tmp_path):

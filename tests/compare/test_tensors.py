@@ -124,11 +124,13 @@ def test_a_damaged_file_of_tensors_is_told_and_rows_are_compared(runs, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [fault for fault in _FAULTS if fault != "stale_weight"])
+@pytest.mark.parametrize("fault", _FAULTS)
 def test_faults_are_named_by_their_elements_too(runs, fault):
-    layout, golden, module, name, kind, ranks, _ = _FAULTS[fault]
+    layout, golden, module, name, kind, ranks, steps = _FAULTS[fault]
     if fault == "gate_and_up":  # which statistics see only in what is computed from the weight
         name, kind = "decoder.layers.1.mlp.linear_fc1.weight", "parameter"
         module = "decoder.layers.1.mlp.linear_fc1"
-    first = compare(open_run(runs.saved(golden)), open_run(runs.saved(layout, fault))).first_divergence
+    golden_run, run = runs.saved(golden, steps=steps), runs.saved(layout, fault, steps=steps)
+    first = compare(open_run(golden_run), open_run(run)).first_divergence
     assert (first.module, first.name, first.kind, first.ranks) == (module, name, kind, ranks)
+    assert first.step == (2 if steps == 3 else 0)

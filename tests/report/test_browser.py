@@ -52,7 +52,7 @@ def colors(browser, selector: str) -> set[tuple[int, ...]]:
 def test_every_tab_opens_without_an_error(browser, pages, name):
     golden = "golden" if name == "diverged" else ""
     load(browser, pages.page(name, golden))
-    for wanted in ("where", "when", "who", *(["versus"] if golden else []), "log", "setup", "overview"):
+    for wanted in ("where", "when", "who", *(["versus"] if golden else []), "findings", "log", "setup", "overview"):
         tab(browser, wanted)
         shown = [
             s.get_attribute("id") for s in browser.find_elements("css selector", "section.tab") if s.is_displayed()
@@ -64,7 +64,7 @@ def test_every_tab_opens_without_an_error(browser, pages, name):
 
 def test_the_verdict_comes_first_and_names_the_next_command(browser, pages):
     load(browser, pages.page("overflow"))
-    assert text(browser, "h1") == "Non-finite since step 3"
+    assert text(browser, "h1") == f"Non-finite (Inf) since step 3 in {FIRST}"
     assert FIRST in text(browser, "#verdict")
     assert "msprobe-megatron diagnose" in text(browser, "#verdict .command")
     browser.find_element("css selector", "#verdict button.link").click()
@@ -173,7 +173,7 @@ def test_comparison_shows_the_way_to_the_first_divergence(browser, pages):
     states = [stop.find_element("css selector", ".badge").text for stop in stops]
     at = states.index("first divergence")
     assert set(states[:at]) == {"agrees"} and at > 3
-    assert "tensor_model_parallel_size" in text(browser, "#argument-differences")
+    assert "tensor_model_parallel_size" in text(browser, "#setup-differences")
     stops[at].click()
     assert "decoder.layers.1.self_attention.core_attention" in text(browser, "#tab-where .where-panes > .stack h2")
     assert quiet(browser)
@@ -181,7 +181,7 @@ def test_comparison_shows_the_way_to_the_first_divergence(browser, pages):
 
 def test_replicas_that_disagree_are_shown_with_their_ranks(browser, pages):
     load(browser, pages.page("torn"))
-    assert text(browser, "h1") == "Replicas disagree since step 0"
+    assert text(browser, "h1") == "Replicas disagree since step 0: decoder.layers.1.input_layernorm.weight"
     tab(browser, "who")
     assert len(browser.find_elements("css selector", ".rank.odd")) == 2
     first = text(browser, "#replicas tbody tr")
@@ -189,10 +189,24 @@ def test_replicas_that_disagree_are_shown_with_their_ranks(browser, pages):
     assert quiet(browser)
 
 
-def test_a_module_named_like_a_script_is_only_a_name(browser, pages, tmp_path):
+ODD_NAMES = (
+    EVIL,
+    "<img src=x onerror=alert(2)>",
+    """quotes "double" 'single' `back`""",
+    "turned \u202eround",
+    "nul\x00inside",
+    "long." + "n" * 4096,
+    "__proto__",
+    "constructor",
+    "名前.模块",
+)
+
+
+def test_odd_names_are_only_names(browser, pages, tmp_path):
     run = tmp_path / "evil"
-    shutil.copytree(pages.run("healthy"), run)
-    old = {"decoder.layers.0.mlp": EVIL, "decoder.layers.1.mlp": "<img src=x onerror=alert(2)>"}
+    shutil.copytree(pages.run("torn"), run)
+    modules = ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp")
+    old = {f"decoder.layers.{n // 4}.{modules[n % 4]}": name for n, name in enumerate(ODD_NAMES)}
     for file in run.glob("step_*/rank_*/records.parquet"):
         table = pq.read_table(file)
         changed = [old.get(name, name) for name in table["name"].to_pylist()]
@@ -202,20 +216,24 @@ def test_a_module_named_like_a_script_is_only_a_name(browser, pages, tmp_path):
     for file in run.glob("step_*/rank_*/sites.json"):
         content = json.loads(file.read_text())
         for module in content["modules"]:
-            module["name"] = old.get(module["name"], module["name"])
+            # This one is known by its rows alone.
+            module["name"] = old.get(module["name"], module["name"]).replace("constructor", "other")
             module["stack"] = [*module["stack"], "<b>bold</b>\u2028 </script>"]
         file.write_text(json.dumps(content))
     path = tmp_path / "evil.html"
     path.write_text(page(page_data(open_run(run))), encoding="utf-8")
     load(browser, path)
     tab(browser, "where")
-    assert EVIL in names(browser)
-    for name in (EVIL, "<img src=x onerror=alert(2)>"):
-        node = next(
-            n for n in browser.find_elements("css selector", ".tree .node") if n.get_attribute("data-name") == name
-        )
-        node.click()
-        assert text(browser, "#tab-where .where-panes > .stack h2") == name
+    for name in ODD_NAMES:
+        shown = browser.execute_script("showTensor(keyOf(BY_NAME.get(arguments[0])[0])); return where.name;", name)
+        assert shown == name
+        title = browser.find_element("css selector", "#tab-where .where-panes > .stack h2")
+        assert title.get_property("textContent") == name
+        assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+    assert {EVIL, "<img src=x onerror=alert(2)>"} <= set(names(browser))
+    for other in ("overview", "when", "who", "log"):
+        tab(browser, other)
+        assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
     assert browser.execute_script("return document.scripts.length") == 2
     assert browser.execute_script("return document.images.length") == 0
     assert quiet(browser)
@@ -225,8 +243,8 @@ def test_events_stand_on_a_time_line(browser, pages, tmp_path):
     run = tmp_path / "eventful"
     shutil.copytree(pages.run("torn"), run)
     lines = [
-        {"event": "alert", "rank": 0, "step": 1, "text": "<i>loss rose</i>"},
-        {"event": "alert", "rank": 1, "step": 1, "text": "loss rose"},
+        {"event": "alert", "rule": "spike", "name": "lm loss", "rank": 0, "step": 1, "text": "<i>loss rose</i>"},
+        {"event": "alert", "rule": "spike", "name": "z loss", "rank": 1, "step": 1, "text": "loss rose"},
         {"event": "fault", "rank": 1, "step": 4, "text": "disk full"},
         {"event": "note", "rank": 0, "text": "no step"},
     ]
@@ -234,10 +252,12 @@ def test_events_stand_on_a_time_line(browser, pages, tmp_path):
     path = tmp_path / "eventful.html"
     path.write_text(page(page_data(open_run(run))), encoding="utf-8")
     load(browser, path)
-    tab(browser, "log")
-    dots = browser.find_elements("css selector", "svg[aria-label='events by step'] circle")
+    tab(browser, "findings")
+    dots = browser.find_elements("css selector", "svg[aria-label='alerts by step'] circle")
     places = [float(dot.get_attribute("cx")) for dot in dots]
     assert len(places) == 3 and places[0] == places[1] < places[2]
+    assert "<i>loss rose</i>" in text(browser, "#alerts")
+    tab(browser, "log")
     assert "<i>loss rose</i>" in text(browser, "#tab-log") and "no step" in text(browser, "#tab-log")
     assert quiet(browser)
 
@@ -258,7 +278,7 @@ def test_paper_shows_every_tab(browser, pages):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     try:
         shown = [s.is_displayed() for s in browser.find_elements("css selector", "section.tab")]
-        assert len(shown) == 6 and all(shown)
+        assert len(shown) == 7 and all(shown)
         assert not browser.find_element("css selector", "nav").is_displayed()
     finally:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "screen"})

@@ -67,8 +67,10 @@ function matches(node, query) {
   if (!query) return true;
   return node.name.toLowerCase().includes(query) || classOf(node.name).toLowerCase().includes(query) || [...node.children.values()].some((child) => matches(child, query));
 }
+// A module may have the name of something that every object has.
+const siteOf = (name) => (Object.hasOwn(DATA.sites.modules, name) ? DATA.sites.modules[name] : null);
 function classOf(name) {
-  const site = DATA.sites.modules[name];
+  const site = siteOf(name);
   return site ? site.class : "";
 }
 
@@ -177,7 +179,7 @@ function shardsOf(t) {
 }
 // The stack of a weight is that of the module that owns it.
 function stackOf(name) {
-  const site = DATA.sites.modules[name] || DATA.sites.modules[name.split(".").slice(0, -1).join(".")];
+  const site = siteOf(name) || siteOf(name.split(".").slice(0, -1).join("."));
   if (!site || !site.stack.length) return null;
   return card("Called from", "innermost first", h("ol", { class: "frames mono" }, site.stack.map((index) => {
     const frame = DATA.sites.frames[index], cut = frame.lastIndexOf(" "), file = cut < 0 ? frame : frame.slice(0, cut);
