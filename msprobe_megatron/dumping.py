@@ -50,14 +50,14 @@ class Dumping(Part):
 
     name = "dump"
 
-    def __init__(self, job: Job, asked: DumpConfig) -> None:
+    def __init__(self, job: Job, asked: DumpConfig, *, announces: bool = True) -> None:
         config, chunks, clock, where, fault = job.config, job.chunks, job.clock, job.where, job.fault
         self.asked = asked
         self.level: str = asked.level
         self.steps: list[int] = []
         self._selections: list[tuple[StepSelection, str]] = [(config.steps, asked.level)]
         self._job = job
-        self._announcer = Announcer(job, "dump", "recorded")
+        self._announcer, self._announces = Announcer(job, "dump", "recorded"), announces
         device = backends.select()
         slots = SlotTable(
             device.device,
@@ -210,7 +210,7 @@ class Dumping(Part):
         sites = {"modules": self._modules.structure(), "apis": self._apis.structure}
         self._job.submit(self._probe.finish(complete, sites))
         step = self._job.clock.step
-        if not self.steps and complete:
+        if self._announces and not self.steps and complete:
             self._job.submit(Announcement(self._announcer, step, steps_asked(self._job, self._job.config.steps, step)))
         self.steps.append(step)
 

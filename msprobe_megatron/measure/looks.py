@@ -50,6 +50,7 @@ def looks(measurer: Measurer, take: Callable[[], int]) -> Callable[[], Look] | N
             (torch.empty(0, dtype=dtype, device="cpu"), code, values)
             for dtype, (code, values) in compiled.codes.items()
         ]
-    eye = module.Eye(take, measurer.addresses, native.stats_address(), torch.Tensor, torch.nn.Parameter, samples)
+    kinds = (torch.Tensor, torch.nn.Parameter)
     # The tables of values of 8-bit dtypes lie in `compiled`, which must live as long as what reads them.
-    return lambda keep=compiled: module.Look(eye)  # type: ignore[misc, no-any-return]
+    eye = module.Eye(take, measurer.addresses, native.stats_address(), *kinds, samples, compiled)
+    return lambda: module.Look(eye)

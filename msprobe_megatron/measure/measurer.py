@@ -22,6 +22,7 @@ class Slots(Protocol):
 
     addresses: list[int]
     on_host: bool
+    float_dtype: torch.dtype
 
     def floats(self, slot: int) -> torch.Tensor:
         """View of the five floats of a slot."""
@@ -31,6 +32,9 @@ class Slots(Protocol):
 
     def numbered(self, slot: int) -> torch.Tensor:
         """View of the words of digest and sketch of a slot."""
+
+    def spans(self, slots: list[int]) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Views of floats and counts of slots that lie one after the other."""
 
 
 class Measurer:
@@ -50,6 +54,7 @@ class Measurer:
         self.compiled: Compiled | None = None
         if kernel is not None and slots.on_host:
             self.compiled = Compiled(kernel, digest=digest, sketch=sketch)
+        self.on_host, self.wide = slots.on_host, slots.float_dtype
         self.kernel = f"torch: {native.why_not()}" if kernel is None else kernel.level
         """By what host memory is read: the level of the kernel, or torch and why."""
 
@@ -66,3 +71,14 @@ class Measurer:
             cells = words[1:].view(floats.dtype)[: self._cells]
             numbered_into(found.data, numbering, words[:1], cells)
         return True
+
+    def write(self, slots: list[int], floats: torch.Tensor, counts: torch.Tensor) -> None:
+        """Put figures that were worked out together, a line each, into their slots.
+
+        Example::
+
+            measurer.write([3, 4], floats, counts)      # (2, 5) and (2, 4)
+        """
+        for lines, into_floats, into_counts in self._slots.spans(slots):
+            into_floats.copy_(floats[lines])
+            into_counts.copy_(counts[lines])

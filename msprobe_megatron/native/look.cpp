@@ -28,7 +28,7 @@ const c10::DispatchKeySet ODD({
 // What all pages of a probe share.
 struct Eye {
     PyObject_HEAD
-    PyObject *take, *addresses, *tensor, *parameter, *cdata;
+    PyObject *take, *addresses, *tensor, *parameter, *cdata, *keep;
     Stats stats;
     int64_t codes[MOST_TYPES], values[MOST_TYPES];
 };
@@ -149,20 +149,21 @@ void look_free(Look* self) {
 }
 
 // take, addresses of the slots, address of msprobe_stats, class of tensors, class of parameters, and for each dtype a
-// tensor of it, its code in kernel.cpp and the address of its table of values.
+// tensor of it, its code in kernel.cpp and the address of its table of values; and who owns those tables.
 int eye_init(Eye* self, PyObject* args, PyObject*) {
-    PyObject *take, *addresses, *stats, *tensor, *parameter, *samples;
-    if (!PyArg_ParseTuple(args, "OO!OOOO!", &take, &PyList_Type, &addresses, &stats, &tensor, &parameter, &PyList_Type,
-                          &samples))
+    PyObject *take, *addresses, *stats, *tensor, *parameter, *samples, *keep;
+    if (!PyArg_ParseTuple(args, "OO!OOOO!O", &take, &PyList_Type, &addresses, &stats, &tensor, &parameter,
+                          &PyList_Type, &samples, &keep))
         return -1;
     self->stats = (Stats)PyLong_AsVoidPtr(stats);
     self->cdata = PyUnicode_InternFromString("_cdata");
     if (!self->stats || !self->cdata) return -1;
-    for (auto** one : {&take, &addresses, &tensor, &parameter}) Py_INCREF(*one);
+    for (auto** one : {&take, &addresses, &tensor, &parameter, &keep}) Py_INCREF(*one);
     self->take = take;
     self->addresses = addresses;
     self->tensor = tensor;
     self->parameter = parameter;
+    self->keep = keep;
     for (int n = 0; n < MOST_TYPES; n++) self->codes[n] = -1;
     for (Py_ssize_t n = 0; n < PyList_Size(samples); n++) {
         PyObject* sample;
@@ -177,7 +178,8 @@ int eye_init(Eye* self, PyObject* args, PyObject*) {
 }
 
 void eye_free(Eye* self) {
-    for (PyObject* one : {self->take, self->addresses, self->tensor, self->parameter, self->cdata}) Py_XDECREF(one);
+    for (PyObject* one : {self->take, self->addresses, self->tensor, self->parameter, self->cdata, self->keep})
+        Py_XDECREF(one);
     Py_TYPE(self)->tp_free((PyObject*)self);
 }
 

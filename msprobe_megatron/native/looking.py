@@ -96,11 +96,12 @@ def _tells_the_truth(module: Any) -> bool:
         table = torch.zeros((4, 9), dtype=torch.int64)
         addresses = [table[n].data_ptr() for n in range(4)]
         slots = iter(range(4))
-        eye = module.Eye(lambda: next(slots), addresses, stats_address(), torch.Tensor, torch.nn.Parameter, [(x, 0, 0)])
+        kinds = (torch.Tensor, torch.nn.Parameter)
+        eye = module.Eye(lambda: next(slots), addresses, stats_address(), *kinds, [(x, FLOAT32, 0)], None)
         seen = module.Look(eye)
         answers = [seen.see(x), seen.see(x), seen.see(x.view(2, 2)), seen.see(x.add_(1)), seen.see(x.to(torch.int32))]
         figures = table[0].view(torch.float64)[:5].tolist()
-    return FLOAT32 == 0 and answers == [0, 0, 1, 2, NOT_MINE] and figures == [-2.0, 4.0, 3.0, 21.0, 4.0]
+    return answers == [0, 0, 1, 2, NOT_MINE] and figures == [-2.0, 4.0, 3.0, 21.0, 4.0]
 
 
 def stats_address() -> int:

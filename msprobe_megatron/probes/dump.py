@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from msprobe_megatron.topology.index_map import Numbering, index_map
 from msprobe_megatron.topology.layers import layer_of
 from msprobe_megatron.topology.places import Layout, Place
 
-_kind_of: Callable[[Sighting], str] = attrgetter("place.kind")
 _LOCAL = '{"digest": "local"}'  # numbered within the shard: such a digest does not add up with others
 # Made a thousand times a step: this skips the keyword handling of its class.
 _tuple: Callable[[type[Sighting], tuple[Any, ...]], Sighting] = tuple.__new__
@@ -49,7 +47,8 @@ class _Page:
         self.weights = SeenTensors()  # nothing but the optimizer changes them: measured and saved once a step
         # The same two in one compiled call, for what it can read.
         self.looks = (new_look(), new_look()) if new_look is not None else None
-        self.look, self.look_weights = (look.see for look in self.looks) if self.looks else (_not_mine, _not_mine)
+        self.look: Callable[[torch.Tensor], int] = self.looks[0].see if self.looks else _not_mine
+        self.look_weights: Callable[[torch.Tensor], int] = self.looks[1].see if self.looks else _not_mine
         self.hashes: dict[int, str] = {}
         self.saved: dict[int | None, str] = {}
 
@@ -215,7 +214,7 @@ class DumpProbe:
         # Before the slots are sealed: whoever notes a row on this page took its slot while the page was open.
         page, self._page = self._page, _Page(self._looks)
         rows = page.rows
-        self.fired.update(map(_kind_of, rows))
+        self.fired.update([row.place.kind for row in rows])
         if self._packs is not None:
             self._packs.finish()
         only = self._config.task == "nonfinite"

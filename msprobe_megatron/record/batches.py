@@ -81,11 +81,11 @@ class SitesFile:
         self._path = ""
 
     def write(self, directory: RunDirectory, sites: Mapping[str, Any], path: str) -> int:
-        """Write the sites as JSON, or link to the file that has them already; returns the size."""
+        """Write the sites as JSON, or link to the file that has them already; returns what it takes on the disk."""
         last = self._last
         same = last is not None and last.keys() == sites.keys() and all(last[key] is sites[key] for key in sites)
-        if same and (repeated := directory.repeat_file(self._path, path)) is not None:
-            return repeated
+        if same and directory.repeat_file(self._path, path, synced=False) is not None:
+            return 0
         text = ",\n ".join(f"{json_text(key)}: {json_text(value)}" for key, value in sites.items())
         size = directory.write_file(path, lambda file: put(file, f"{{{text}}}".encode("ascii")))
         self._last, self._path = dict(sites), path

@@ -171,10 +171,10 @@ class RunDirectory:
         pq.write_table(table, stream, compression=compression, write_statistics=False, use_dictionary=text)
         return self.write_file(relative, lambda file: put(file, stream.getvalue()))
 
-    def repeat_file(self, relative: str, again: str) -> int | None:
+    def repeat_file(self, relative: str, again: str, synced: bool = True) -> int | None:
         """Give a finished file a second name, for content that repeats; None where the file system has no links.
 
-        Returns its size.
+        Returns its size. ``synced`` False is for who writes another file into the same folder next, which syncs it.
         Files of a run are never changed, only replaced, so that sharing the bytes is safe.
 
         Example::
@@ -191,7 +191,8 @@ class RunDirectory:
                 os.link(name, new_name, src_dir_fd=old, dst_dir_fd=new, follow_symlinks=False)
             except OSError:
                 return None
-            sync(new)
+            if synced:
+                sync(new)
             return os.stat(new_name, dir_fd=new, follow_symlinks=False).st_size
 
     def grow_file(self, relative: str) -> IO[bytes]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet  # noqa: F401 (with the kit and not with the first file, in the middle of a step)
 
 from msprobe_megatron.record.batches import ROW_BYTES, WriterCounts
 from msprobe_megatron.record.directory import RunDirectory
@@ -30,6 +31,8 @@ ENOUGH_STEPS = 10
 """A file of fewer steps says little of what a step takes: most of it is the same for all files."""
 REFRESH_SECONDS = 10.0
 """A file that is not full is written all the same when this has passed."""
+REFRESH_SHARE = 1 / 400
+"""Of the time, at most, goes into files that are not full: large ones are written less often."""
 
 
 class MonitorFile:
@@ -48,7 +51,7 @@ class MonitorFile:
         self._first = self._last = -1
         self._rows = self._unwritten = 0
         self._written_bytes = 0
-        self._written_at = now()
+        self._written_at, self._took = now(), 0.0
         self.told: Callable[[int, int, int], None] | None = None
         """`told(bytes, steps, first)`: called once, with the first file that is worth measuring."""
 
@@ -70,19 +73,21 @@ class MonitorFile:
 
     def due(self) -> bool:
         """Whether a file that is not full should be seen."""
-        return self._unwritten > 0 and self._now() - self._written_at >= REFRESH_SECONDS
+        pause = max(REFRESH_SECONDS, self._took / REFRESH_SHARE)
+        return self._unwritten > 0 and self._now() - self._written_at >= pause
 
     def write(self, directory: RunDirectory, identity: Mapping[str, int], *, full: bool = False) -> int:
         """Write the file as it is now; returns by how much it has grown."""
         if not self._unwritten:
             return 0
+        began = time.thread_time()
         table = pa.concat_tables([steps_table(rows, steps, identity) for rows, steps in self._runs])
         path = f"monitor/rank_{identity['rank']:05d}/steps_{self._first:06d}_{self._last:06d}.parquet"
         size = directory.write_table(path, table)
         del table
         pa.default_memory_pool().release_unused()  # a training job has better use for it until the next file
         grown, self._written_bytes = size - self._written_bytes, size
-        self._unwritten, self._written_at = 0, self._now()
+        self._unwritten, self._written_at, self._took = 0, self._now(), time.thread_time() - began
         steps = sum(len(figures) for _, figures in self._runs)
         if self.told is not None and (steps >= ENOUGH_STEPS or full):
             self.told(size, steps, self._first)

@@ -1,8 +1,8 @@
 """`records.parquet` of step after step: where only figures differ from the last step, only figures are written anew.
 
 Runs in the writer thread. Most of the time that a small Parquet file takes goes into describing its columns. Columns of
-figures are stored plain, as the last bytes of their part of the file; once two steps had the same rows, the bytes of the
-last file are kept and the figures of the next step put into their places. The file is the very same that would
+figures are stored plain, as the last bytes of their part of the file; once two steps had the same rows, the bytes of
+the last file are kept and the figures of the next step put into their places. The file is the very same that would
 have been made in full.
 """
 
@@ -45,8 +45,8 @@ class RecordsFile:
         self._complete = True
         self._bytes = bytearray()
         self._places: dict[str, tuple[int, int]] = {}
-        self._masks: _Masks = {}
-        self._steady: dict[str, Any] = {}
+        self._masks: dict[str, bytes] = {}
+        self._steady: dict[str, bytes] = {}
 
     def content(
         self,
@@ -76,13 +76,14 @@ class RecordsFile:
 
     def _put(self, columns: Mapping[str, Any], masks: _Masks) -> bool:
         """Put the figures into the last file; False, with nothing done, where more than figures has changed."""
-        if not self._places or not (
-            all(np.array_equal(columns[name], values) for name, values in self._steady.items())
-            and all(np.array_equal(mask, self._masks[name]) for name, mask in masks.items())
+        if (
+            not self._places
+            or any(columns[name].tobytes() != values for name, values in self._steady.items())
+            or any(mask.tobytes() != self._masks[name] for name, mask in masks.items())
         ):
             return False
         for name, (first, last) in self._places.items():
-            self._bytes[first:last] = _stored(name, columns, masks)
+            self._bytes[first:last] = _stored(name, columns, masks, last - first)
         return True
 
     def _learn(self, content: memoryview, columns: Mapping[str, Any], masks: _Masks) -> None:
@@ -95,12 +96,13 @@ class RecordsFile:
                 continue
             first = chunk.data_page_offset
             end = first if field == "step" else first + chunk.total_compressed_size
-            values = _stored(field, columns, masks)
+            values = _stored(field, columns, masks, 0)
             if content[end - len(values) : end] != values:
                 return
             found[field] = (end - len(values), end)
-        self._bytes, self._places, self._masks = bytearray(content), found, dict(masks)
-        self._steady = {name: values for name, values in columns.items() if name not in found}
+        self._bytes, self._places = bytearray(content), found
+        self._masks = {name: mask.tobytes() for name, mask in masks.items()}
+        self._steady = {name: values.tobytes() for name, values in columns.items() if name not in found}
 
 
 def encoded(table: pa.Table) -> memoryview:
@@ -122,13 +124,16 @@ def encoded(table: pa.Table) -> memoryview:
     return memoryview(stream.getvalue()).cast("B")
 
 
-def _stored(name: str, columns: Mapping[str, Any], masks: _Masks) -> bytes:
-    """The bytes of a column in the file: without the nulls, and of the step, which all rows share, a single one."""
+def _stored(name: str, columns: Mapping[str, Any], masks: _Masks, size: int) -> bytes:
+    """The bytes of a column in the file: without the nulls, and of the step, which all rows share, a single one.
+
+    ``size`` is how many they are, if that is known: where they are all there are, no null has to be looked for.
+    """
     values: npt.NDArray[Any] = columns[name]
     mask = masks.get(name)
     if name == "step":
         values = values[:1]
-    return (values if mask is None else values[~mask]).tobytes()
+    return (values if mask is None or values.nbytes == size else values[~mask]).tobytes()
 
 
 def _leaves(schema: pa.Schema) -> list[str]:

@@ -70,7 +70,7 @@ class SealedSlots:
             floats, counts = table.seal().wait()
         """
         words = self._arrived()
-        floats = words.view(self._float)[:, :_FLOATS].astype(np.float64)
+        floats = words.view(self._float)[:, :_FLOATS].astype(np.float64, copy=False)
         first = self._words - self._more - _COUNTS
         return floats, words[:, first : first + _COUNTS]
 
@@ -89,7 +89,9 @@ class SealedSlots:
         return digests, cells[:, : self._more - 1].astype(np.float32)
 
     def _arrived(self) -> npt.NDArray[np.int64]:
-        blocks = [copy.wait().numpy() for copy in self._copies]
+        blocks: list[npt.NDArray[np.int64]] = [copy.wait().numpy() for copy in self._copies]
+        if len(blocks) == 1:
+            return blocks[0]
         return np.concatenate(blocks) if blocks else np.empty((0, self._words), np.int64)
 
 
@@ -124,6 +126,7 @@ class SlotTable:
         if float_dtype not in (torch.float32, torch.float64):
             raise ValueError(f"float_dtype: {float_dtype}; accepted: torch.float64, torch.float32")
         self._device, self._dtype, self._to_host = device, float_dtype, to_host
+        self.float_dtype = float_dtype
         self._float_words = -(-_FLOATS * float_dtype.itemsize // _WORD)
         self.sketch_cells = sketch
         self._more = (1 + sketch) if digest or sketch else 0
@@ -138,6 +141,7 @@ class SlotTable:
         self._block_bytes = self._rows * slot_bytes
         self._most_blocks = limit_bytes // self._block_bytes
         self._blocks: list[torch.Tensor] = []
+        self._blank = torch.empty(0)  # what a slot holds that was not filled; made with the first block
         self._floats: list[torch.Tensor] = []
         self._counts: list[torch.Tensor] = []
         self._numbered: list[torch.Tensor] = []
@@ -191,6 +195,27 @@ class SlotTable:
         """
         return self._numbered[slot]
 
+    def spans(self, slots: list[int]) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Return where lines of figures go: positions in ``slots``, and views of their floats and their counts.
+
+        Slots that follow each other in a block are one span.
+
+        Example::
+
+            for lines, floats, counts in table.spans([3, 4, 5]):
+                floats.copy_(figures[lines])
+        """
+        found, first = [], 0
+        for i in range(1, len(slots) + 1):
+            if i < len(slots) and slots[i] == slots[i - 1] + 1 and slots[i] % self._rows:
+                continue
+            block, row = self._blocks[slots[first] // self._rows], slots[first] % self._rows
+            rows = block[row : row + i - first]
+            counts = rows[:, self._float_words : self._float_words + _COUNTS]
+            found.append((slice(first, i), rows.view(self._dtype)[:, :_FLOATS], counts))
+            first = i
+        return found if slots else []
+
     def seal(self) -> SealedSlots:
         """Start the copies of all taken slots; the table is empty again when this returns.
 
@@ -204,8 +229,10 @@ class SlotTable:
             used = min(taken - index * self._rows, self._rows)
             if used <= 0:
                 break
-            copies.append(self._to_host(block[:used]))
-            self._clear(block[:used])
+            taken_part = block[:used]
+            copies.append(self._to_host(taken_part))
+            # A slot that is taken and then not filled must not show the figures of an earlier step.
+            taken_part.copy_(self._blank)
         self._next = itertools.count()
         return SealedSlots(copies, self._words, self._dtype, taken, self._more)
 
@@ -218,7 +245,12 @@ class SlotTable:
                 # Inference mode would make blocks that cannot be written to outside it.
                 with torch.inference_mode(False), torch.no_grad():
                     block = torch.zeros((self._rows, self._words), dtype=torch.int64, device=self._device)
-                    floats, counts = self._clear(block)
+                    floats = block.view(self._dtype)[:, :_FLOATS]
+                    counts = block[:, self._float_words : self._float_words + _COUNTS]
+                    floats.fill_(torch.nan)
+                    counts.fill_(-1)
+                    if not self._blocks:
+                        self._blank = block[0].clone()
                     self._blocks.append(block)
                     self._floats.extend(floats.unbind(0))
                     if self._more:
@@ -229,12 +261,3 @@ class SlotTable:
                     # Last, because this is what `take` looks at.
                     self._counts.extend(counts.unbind(0))
         return slot
-
-    def _clear(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # A slot that is taken and then not filled must not show the figures of an earlier step.
-        floats = block.view(self._dtype)[:, :_FLOATS]
-        counts = block[:, self._float_words : self._float_words + _COUNTS]
-        block[:, self._float_words + _COUNTS :].zero_()
-        floats.fill_(torch.nan)
-        counts.fill_(-1)
-        return floats, counts

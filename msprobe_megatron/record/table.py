@@ -134,15 +134,14 @@ def _add_figures(
     if slot.max(initial=-1) >= len(floats):
         raise IndexError(f"slot {slot.max()} of a row is not among the {len(floats)} of its step")
     # One line more than there are slots, at -1, for the rows that have none. NaN and -1 mean absent.
-    padded_floats = np.concatenate((floats, np.full((1, len(FLOAT_COLUMNS)), np.nan)))[slot]
-    padded_counts = np.concatenate((counts, np.full((1, len(COUNT_COLUMNS)), -1)))[slot]
+    padded_floats = np.concatenate((floats, np.full((1, len(FLOAT_COLUMNS)), np.nan))).T.take(slot, axis=1)
+    padded_counts = np.concatenate((counts, np.full((1, len(COUNT_COLUMNS)), -1))).T.take(slot, axis=1)
     for names, figures, absent in (
         (FLOAT_COLUMNS, padded_floats, ~np.isfinite(padded_floats)),
         (COUNT_COLUMNS, padded_counts, padded_counts < 0),
     ):
-        for index, name in enumerate(names):
-            columns[name] = np.ascontiguousarray(figures[:, index])
-            masks[name] = absent[:, index]
+        columns.update(zip(names, figures, strict=True))
+        masks.update(zip(names, absent, strict=True))
 
 
 def _add_numbered(

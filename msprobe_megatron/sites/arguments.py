@@ -47,10 +47,17 @@ def find_tensors(value: Any, path: str, found: Found, depth: int = 0, parameters
 def named_arguments(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     """Tensors of a call; a positional argument has the name of its parameter, or else its number."""
     found: Found = []
+    # Most values are a tensor or nothing: those without a call.
     for index, value in enumerate(args):
         if value is not None:
-            find_tensors(value, parameters[index] if index < len(parameters) else str(index), found)
+            name = parameters[index] if index < len(parameters) else str(index)
+            if value.__class__ is torch.Tensor:
+                found.append((name, value))
+            else:
+                find_tensors(value, name, found)
     for name, value in kwargs.items():
-        if value is not None:
+        if value.__class__ is torch.Tensor:
+            found.append((name, value))
+        elif value is not None:
             find_tensors(value, name, found)
     return found

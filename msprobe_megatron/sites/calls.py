@@ -258,10 +258,14 @@ class _Mode(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         try:
-            name = self._names[function]
-        except KeyError:
-            name = self._names[function] = name_of(function, self._site._preset)
-        running = self._site.running() if name is not None and self._site.active else None
+            try:
+                name = self._names[function]
+            except KeyError:
+                name = self._names[function] = name_of(function, self._site._preset)
+            running = self._site.running() if name is not None and self._site.active else None
+        except Exception as error:
+            self._site._fault(error, "which call")
+            name = running = None
         if name is None or running is None:
             return function(*args, **kwargs) if kwargs else function(*args)
         number = running.counts.get(name, 0)

@@ -40,7 +40,7 @@ class ModuleFrames:
 
     def __init__(self, chunks: Sequence[nn.Module], clock: Clock, fault: Callable[[BaseException, str], None]) -> None:
         self._clock, self._fault = clock, fault
-        self._active = False
+        self._active = self._hooked = False
         # Left also when the forward raises: what is called after that is not of this module any more.
         self._hooks = [
             ModuleHooks(entry.module, self._enter(entry.name, index), self._leave, always=True)
@@ -57,7 +57,7 @@ class ModuleFrames:
         self.stack.clear()
         self._entered.clear()
         self._passes.clear()
-        self._active = True
+        self._active = self._hooked = True
         for hooks in self._hooks:
             hooks.set()
 
@@ -72,8 +72,10 @@ class ModuleFrames:
     def remove(self) -> None:
         """Take the hooks away."""
         self._active = False
-        for hooks in self._hooks:
-            hooks.remove()
+        if self._hooked:
+            self._hooked = False
+            for hooks in self._hooks:
+                hooks.remove()
         self.stack.clear()
         while self._entered:
             self._entered.pop()

@@ -33,7 +33,7 @@ class ModuleHooks:
         """Set both; behind the hooks that others have set meanwhile."""
         module: Any = self._module
         if self._handles is not None:
-            first, last = (handle.id for handle in self._handles)
+            first, last = self._handles[0].id, self._handles[1].id
             try:
                 module._forward_pre_hooks_with_kwargs[first] = True
                 module._forward_hooks_with_kwargs[last] = True
@@ -51,5 +51,17 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Take both away. Safe to call twice."""
-        for handle in self._handles or ():
-            handle.remove()
+        if self._handles is None:
+            return
+        module: Any = self._module
+        first, last = self._handles
+        try:
+            module._forward_pre_hooks.pop(first.id, None)
+            module._forward_hooks.pop(last.id, None)
+            module._forward_pre_hooks_with_kwargs.pop(first.id, None)
+            module._forward_hooks_with_kwargs.pop(last.id, None)
+            if self._always:
+                module._forward_hooks_always_called.pop(last.id, None)
+        except AttributeError:
+            first.remove()
+            last.remove()

@@ -16,6 +16,7 @@ from torch import nn
 
 from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.sites.arguments import Found, find_tensors, named_arguments, own_work
+from msprobe_megatron.sites.arriving import See, await_gradient
 from msprobe_megatron.sites.module_hooks import ModuleHooks
 from msprobe_megatron.sites.stacks import call_stack
 from msprobe_megatron.topology import names
@@ -89,6 +90,7 @@ class ModuleSite:
         self._stacks = stacks
         self._active = self._hooked = False
         self._round = 0
+        self._see_gradient = self._gradient()
         self.stacks: dict[int, list[str]] = {}
         self._structure: list[dict[str, Any]] = []
         self._structured = 0
@@ -107,6 +109,7 @@ class ModuleSite:
         """Set the hooks, or use those that are still there; called at the beginning of a recorded step."""
         self._active = True
         self._round += 1
+        self._see_gradient = self._gradient()
         for watched in self.watched:
             watched.calls.clear()
         if self._hooked:
@@ -176,9 +179,12 @@ class ModuleSite:
                 return
             output = kwargs_and_output[-1]
             try:
-                found: Found = []
-                with own_work():
+                if output.__class__ is torch.Tensor:
+                    found: Found = [("", output)]
+                else:
+                    found = []
                     find_tensors(output, "", found)
+                with own_work():
                     self._see(watched, "output", found)
             except Exception as error:
                 self._fault(error, f"output of {watched.entry.name}")
@@ -202,25 +208,22 @@ class ModuleSite:
             if forward and places.see_value:
                 self._sink.see(places.activation, tensor, moment.microbatch, phase)
             if backward and places.see_gradient and tensor.requires_grad:
-                self._watch_gradient(tensor, places.gradient, moment)
+                await_gradient(tensor, self._see_gradient, places.gradient, moment)
 
-    def _watch_gradient(self, tensor: torch.Tensor, place: Place, moment: Moment) -> None:
-        tensor.register_hook(self._gradient(place, moment))  # type: ignore[no-untyped-call]
-
-    def _gradient(self, place: Place, moment: Moment) -> Callable[[torch.Tensor], None]:
+    def _gradient(self) -> See:
+        """What is done with the gradients of this step; one function a step, by which hooks are told apart."""
         this_round = self._round
 
-        def hook(gradient: torch.Tensor) -> None:
+        def see(place: Place, gradient: torch.Tensor, moment: Moment) -> None:
             if not self._active or self._round != this_round:
                 return
             try:
                 self._clock.backward_moment = moment
-                with own_work():
-                    self._sink.see(place, gradient, moment.microbatch, "backward")
+                self._sink.see(place, gradient, moment.microbatch, "backward")
             except Exception as error:
                 self._fault(error, f"gradient of {place.io} of {place.name}")
 
-        return hook
+        return see
 
     def _make_places(self, watched: _Watched, io: str, path: str) -> _Places:
         entry, layout = watched.entry, watched.layout

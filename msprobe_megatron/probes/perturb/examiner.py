@@ -82,6 +82,20 @@ class Examiner:
         self, api: str, number: int, where: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run a call that the site hands over."""
+        try:
+            chosen = self._choice(api, number, where, function, kwargs)
+        except Exception as error:
+            self._fault(error, f"choice of {api}")
+            chosen = None
+        if chosen is None:
+            return function(*args, **kwargs)
+        name, in_step = chosen
+        if self.asked.handler == "fix":
+            return self._fix(api, name, function, args, kwargs)
+        return self._examine(api, name, in_step, where, function, args, kwargs)
+
+    def _choice(self, api: str, number: int, where: Any, function: Any, kwargs: Any) -> tuple[str, int] | None:
+        """Name of a call that is to be examined or fixed, and how often its API was called before in the step."""
         module = where.module
         in_step = self._counts[api]
         self._counts[api] = in_step + 1
@@ -97,11 +111,9 @@ class Examiner:
             if self._asked_for[module, api, number] and self.rerun.refusal(function, api, kwargs) is None:
                 name = name or call_name(module, api, number)
                 if self.walk is not None and not self.walk.takes(api) and self.walk.learning:
-                    return function(*args, **kwargs)  # not its turn: there is no threshold yet to judge it by
-                if self.asked.handler == "fix":
-                    return self._fix(api, name, function, args, kwargs)
-                return self._examine(api, name, in_step, where, function, args, kwargs)
-        return function(*args, **kwargs)
+                    return None  # not its turn: there is no threshold yet to judge it by
+                return name, in_step
+        return None
 
     def _fix(self, api: str, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _has_float((*args, *kwargs.values())):
