@@ -1,7 +1,7 @@
 """How much a run is going to write, said once at its start: measured on the first step that is on disk.
 
-A part hands an `Announcement` to the writer behind its first step (dump), or is told by its file (monitor). The line goes
-to the job's log, the figures into the ledger; nobody has to wait for the disk to be full to know.
+A part hands an `Announcement` to the writer behind its first step (dump), or is told by its file (monitor). The line
+goes to the job's log, the figures into the ledger; nobody has to wait for a full disk to know.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ class Announcer:
         limit = self._job.config.limits.disk
         share = None if limit is None else limit // self._job.where.world
         if share is not None and (total is None or total > share):
-            text += (
-                f"; limits.disk lets {readable(share)} of it be written, about {share // max(1, bytes_a_step)} steps"
-            )
+            text += f"; limits.disk leaves room for {readable(share)}, about {share // max(1, bytes_a_step)} steps"
         return text
 
 

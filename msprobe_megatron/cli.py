@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         main(["validate", "probe.yaml"])
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a name outside the locale's letters is no reason to stop
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and not getattr(arguments, "takes_rest", False):

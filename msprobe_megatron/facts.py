@@ -16,7 +16,7 @@ from torch import nn
 from msprobe_megatron.config import ProbeConfig, StepSelection
 from msprobe_megatron.topology import host, names, provenance
 from msprobe_megatron.topology.activations import ChunkLayout
-from msprobe_megatron.topology.blind_spots import compiled, unseen
+from msprobe_megatron.topology.blind_spots import compiled, reducers, unseen
 from msprobe_megatron.topology.coordinates import Coordinates, all_ranks
 from msprobe_megatron.topology.layers import layer_of
 
@@ -45,7 +45,7 @@ def run_facts(
         "ranks": [c.as_dict() for c in table] if table is not None else [where.as_dict()],
         "ranks_complete": table is not None,
         "recompute": _recompute(model_config),
-        "unseen": [*unseen(arguments, model_config), *compiled(chunks)],
+        "unseen": [*unseen(arguments, model_config), *compiled(chunks), *reducers(chunks)],
         "seed": getattr(arguments, "seed", None),
         "arguments": host.plain(arguments) if arguments is not None else {},
         "probe": {"file": config.source, "content": config.raw, "notes": list(config.notes)},

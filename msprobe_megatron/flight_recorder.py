@@ -44,7 +44,9 @@ class FlightRecorder(Part):
 
     def __init__(self, job: Job, asked: RecorderConfig) -> None:
         self.asked, self._job = asked, job
-        self._dump = Dumping(replace(job, submit=self._take), DumpConfig(level="L0", stacks=False))
+        # What it writes, and whether, depends on what happens: there is nothing to announce.
+        inner = replace(job, submit=self._take)
+        self._dump = Dumping(inner, DumpConfig(level="L0", stacks=False), announces=False)
         # Other ranks call a little late: what led to their step must still be here.
         self._calls = RecorderCalls(job.directory.path, job.where.rank) if job.where.world > 1 else None
         self._called: list[Call] = []

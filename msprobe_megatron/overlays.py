@@ -53,7 +53,7 @@ class Overlay:
         words = [word for word in self.append if word not in argv]
         for table in (self.override, self.small if small else {}):
             for flag, value in table.items():
-                words += _as_words(flag, value)
+                words += _shortened(value, argv) if flag == "train-iters" else _as_words(flag, value)
         return words
 
     def drift(self, argv: Sequence[str]) -> list[str]:
@@ -76,6 +76,20 @@ def _as_words(flag: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [f"--{flag}"] if value else []
     return [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+
+
+def _shortened(iterations: Any, argv: Sequence[str]) -> list[str]:
+    """Fewer iterations at the learning rates of the whole job: its schedule goes on to where the recipe's ends.
+
+    A warm-up longer than the schedule would be refused, and a recipe that counts samples refuses iterations.
+    """
+    unit, count = "iters", str(iterations)
+    batch = _value_of("global-batch-size", argv)
+    if isinstance(_value_of("train-samples", argv), str) and isinstance(batch, str) and batch.isdecimal():
+        unit, count = "samples", str(int(iterations) * int(batch))
+    whole = _value_of(f"train-{unit}", argv)
+    keep = isinstance(whole, str) and whole.isdecimal() and not _value_of(f"lr-decay-{unit}", argv)
+    return [f"--train-{unit}", count, *([f"--lr-decay-{unit}", str(whole)] if keep else [])]
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | bool:

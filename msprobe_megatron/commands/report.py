@@ -23,6 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     from msprobe_megatron.analyse.load import open_run
     from msprobe_megatron.report.files import write_whole
     from msprobe_megatron.report.html.page import page, page_data
+    from msprobe_megatron.report.terminal_page import print_verdict
 
     golden = open_run(arguments.against) if arguments.against else None
     data = page_data(open_run(arguments.path), golden)
@@ -31,14 +32,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"page": arguments.out, "bytes": size, "verdict": verdict}))
     else:
-        print(verdict["headline"])
-        for finding in verdict["findings"]:
-            print(f"  {finding['title']}: {finding['text']}")
-            for label, value in finding["facts"]:
-                print(f"    {label}: {value}")
-            if finding["command"]:
-                print(f"    next: {finding['command']}")
-            if finding["then"]:
-                print(f"    then: {finding['then']}")
+        print_verdict(verdict)
         print(f"page: {arguments.out} ({size / 1e6:.1f} MB)")
     return OK if verdict["tone"] == "good" else FOUND

@@ -121,17 +121,19 @@ def _probe_file(arguments: argparse.Namespace, overlay: Overlay | None, folder: 
 
 
 def _emit(arguments: argparse.Namespace, overlay: Overlay | None, recipe: Path) -> int:
-    out = Path(arguments.emit)
+    out, text = Path(arguments.emit), recipe.read_text(encoding="utf-8")
     words: list[str] = []
     if overlay is not None:
-        words += overlay.arguments((), small=arguments.small)
+        # Nothing runs that could tell the flags: the words of the recipe itself have to do.
+        lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+        words += overlay.arguments(" ".join(lines).replace('"', " ").split(), small=arguments.small)
     config = _probe_file(arguments, overlay, out.resolve().parent)
     words += ["--msprobe-config", os.path.abspath(config)]
     for name in ("output", "device"):
         value = getattr(arguments, name)
         if value:
             words += [f"--msprobe-{name}", value]
-    text = emit(recipe.read_text(encoding="utf-8"), words, str(recipe))
+    text = emit(text, words, str(recipe))
     exports = "".join(
         f"export {key}={shlex.quote(value)}\n" for key, value in (overlay.environment if overlay else {}).items()
     )

@@ -159,6 +159,15 @@ def test_compile_is_the_identity():
 
     assert torch.compile(double) is double
     assert torch.compile(dynamic=True)(double) is double
+    # ModelLink puts the one in the place of the other.
+    assert torch.jit.script(double) is double
+    assert isinstance(torch.jit.script(torch.nn.ReLU()), torch.jit.ScriptModule)
+
+
+def test_integers_are_counted_as_devices_do():
+    counted = torch.histc(torch.tensor([3, 1, 3, 0]), bins=4, min=0, max=3)
+    assert counted.tolist() == [1, 1, 0, 2] and counted.dtype == torch.int64
+    assert torch.histc(torch.tensor([0.0, 1.0]), bins=2).dtype == torch.float32
 
 
 def test_metadata_of_wrapped_functions_is_kept():

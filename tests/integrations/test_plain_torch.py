@@ -1,6 +1,7 @@
 """attach() in loops without Megatron: steps, microbatches, evaluation, several models, DDP and FSDP2."""
 
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -203,6 +204,9 @@ def test_two_ranks(tmp_path, kind):
     weights, _ = run_forked(2, sharded, tmp_path, kind)
     out = tmp_path / "out"
     assert (faults(out, 0), faults(out, 1)) == (([], []), ([], []))
+    # What the reducer sends from C++ cannot have rows; the run says so instead.
+    unseen = json.loads((out / "run.json").read_text())["unseen"]
+    assert [text.split(" (")[0] for text in unseen] == ["torch DistributedDataParallel"] * (kind == "ddp")
     first = [[r for r in rows(out, 0, rank) if r["kind"] == "parameter"] for rank in (0, 1)]
     names = ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert [[r["name"] for r in found] for found in first] == [names, names]

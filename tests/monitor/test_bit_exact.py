@@ -2,6 +2,7 @@
 
 import pytest
 
+from msprobe_megatron.record.events import read_events
 from tests.distributed.layouts import LAYOUTS, flags_of, train_and_keep
 from tests.distributed.test_bit_exact import same
 from tests.forked import run_forked
@@ -16,6 +17,7 @@ def check(jobs, tmp_path, layout):
     config.write_text(EVERYTHING)
     argv = [*flags_of(layout, dropout=True), "--msprobe-config", str(config), "--msprobe-output", str(out)]
     watched = run_forked(LAYOUTS[layout].world, train_and_keep, argv)
+    assert [event["text"] for event in read_events(out) if event["event"] == "fault"] == [], "the kit was disarmed"
     plain = jobs.plain(layout)
     for rank, (left, right) in enumerate(zip(plain, watched, strict=True)):
         assert {row["step"] for row in rows_of(out, rank)} == {0, 1, 2}, "nothing to compare with"

@@ -7,9 +7,12 @@ import torch
 from torch import nn
 
 from msprobe_megatron import attach
+from msprobe_megatron.bench.counts import WAITING, Counting
 from msprobe_megatron.config import Overrides, from_document
-from tests.probes.test_synchronisation import _WAITING, Counting, Net, step
+from tests.probes.test_synchronisation import Net, step
 
+# Another look at the same memory is no launch.
+VIEWS = {"detach", "view", "slice", "select", "as_strided", "alias", "split", "unbind", "_reshape_alias", "t"}
 ALL = {
     **dict.fromkeys(
         ("activations", "gradients", "clipped", "microbatch_gradients", "optimizer", "master_weights"), True
@@ -32,6 +35,7 @@ def test_no_synchronisation(tmp_path, monkeypatch, kernel):
         from msprobe_megatron.measure.generic import measure_generic
 
         monkeypatch.setattr(stats, "measure_cpu", measure_generic)
+        monkeypatch.setattr("msprobe_megatron.measure.many.reads_together", lambda measurer: True)
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1, foreach=False)
     step(net, optimizer)
@@ -42,8 +46,32 @@ def test_no_synchronisation(tmp_path, monkeypatch, kernel):
         step(net, optimizer)
     session.close()
     assert session.faults == [] and session.writer.counts.rows_written > 100
-    waits = {name: watched.counts[name] - plain.counts[name] for name in _WAITING}
+    waits = {name: watched.counts[name] - plain.counts[name] for name in WAITING}
     assert not any(waits.values()), waits
+
+
+def test_an_accelerator_is_given_few_operations(tmp_path, monkeypatch):
+    """Gradients and moments of forty layers take as many as those of four."""
+    monkeypatch.setattr("msprobe_megatron.native.kernel", lambda: None)
+    monkeypatch.setattr("msprobe_megatron.measure.many.reads_together", lambda measurer: True)
+
+    def operations(layers):
+        net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(layers)])
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1, fused=True)
+        session = armed(net, optimizer, tmp_path / str(layers), {"activations": False})
+        for _ in range(2):
+            step(net, optimizer)
+        with Counting() as watched:
+            step(net, optimizer)
+        session.close()
+        assert session.faults == [] and session.writer.counts.rows_written > 3 * 6 * layers
+        with Counting() as plain:
+            step(net, optimizer)
+        more = watched.counts - plain.counts
+        return {name: number for name, number in more.items() if name not in VIEWS}
+
+    few, many = operations(4), operations(40)
+    assert sum(many.values()) - sum(few.values()) < 20, (few, many)
 
 
 def test_no_collective(tmp_path, monkeypatch):

@@ -84,6 +84,21 @@ def test_small_and_drift(bench):
     assert layers == ["32", "4"]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "added"),
+    [
+        ("--train-iters 2000 --lr-warmup-iters 500", "--train-iters 5 --lr-decay-iters 2000"),
+        ("--train-iters 2000 --lr-decay-iters 900", "--train-iters 5"),
+        ("--train-samples 8000 --global-batch-size 16", "--train-samples 80 --lr-decay-samples 8000"),
+        ("--train-samples 8000 --lr-decay-samples 7000 --global-batch-size 16", "--train-samples 80"),
+        ("--lr 1", "--train-iters 5"),
+    ],
+)
+def test_a_shorter_job_keeps_the_learning_rates_of_the_long_one(tmp_path, recipe, added):
+    (tmp_path / "mine.yaml").write_text("title: x\noverride: {train-iters: 5}\n")
+    assert read(tmp_path / "mine.yaml").arguments(recipe.split()) == added.split()
+
+
 def test_a_recipe_of_another_script_is_not_changed(bench):
     text = "torchrun --nnodes 1 evaluation.py --lr 1\n"
     done = bench.run("--overlay", "modellink/llama2_7b", "--config", "probe.yaml", "--", bench.recipe(text))

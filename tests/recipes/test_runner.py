@@ -168,7 +168,8 @@ def test_emit_writes_a_copy_that_runs_alone(bench):
     assert bench.call(["bash", "probed.sh", "to a place"]).returncode == 0
     (call,) = bench.called()
     config = str(bench.folder / "probe.yaml")
-    assert call.argv == [*WORDS, "--use-deter-comp", "--train-iters", "5", "--msprobe-config", config]
+    shorter = ["--train-iters", "5", "--lr-decay-iters", "5000"]
+    assert call.argv == [*WORDS, "--use-deter-comp", *shorter, "--msprobe-config", config]
     assert call.environment["HCCL_DETERMINISTIC"] == "true"
     assert recipe.read_text() == TORCHRUN
 

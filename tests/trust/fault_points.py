@@ -23,7 +23,8 @@ class FaultPoint:
     """`target` is "module:function" or "module:Class.method" below the package.
 
     The exception is thrown from the call number `after` on whose arguments hold `given` (any call if it is None), on
-    rank `rank` (every rank if it is None).
+    rank `rank` (every rank if it is None). Where a fault switches off only what has it, `off` are the words for that;
+    everywhere else the kit disarms. `order` is put into control.json after the first step.
     """
 
     target: str
@@ -33,9 +34,22 @@ class FaultPoint:
     after: int = 0
     given: str | None = None
     rank: int | None = None
+    off: str = ""
+    order: str = ""
 
 
 _L1, _MIX = "dump: {level: L1}", "dump: {level: mix}"
+_ALERTS = "monitor: {alerts: [nonfinite, spike]}"
+_CURVES = "monitor: {format: [parquet, tensorboard]}"
+RULES = {
+    "nonfinite": "NonFinite",
+    "limit": "Limit",
+    "custom": "Custom",
+    "spike": "Spike",
+    "vanish": "Vanish",
+    "dead_expert": "DeadExpert",
+    "replica": "Replica",
+}
 
 FAULT_POINTS = {
     # Sites.
@@ -94,6 +108,44 @@ FAULT_POINTS = {
     "checks of one rank": FaultPoint("checking:Checking.before_optimizer", EVERYTHING, TP2, world=2, after=1, rank=1),
     "perturb: begin": FaultPoint("perturbing:Perturbing.begin", EVERYTHING, after=1),
     "perturb: end of a step": FaultPoint("perturbing:Perturbing.finish", EVERYTHING, after=1),
+    "perturb: name of a call": FaultPoint("sites.calls:name_of", EVERYTHING, after=3),
+    "perturb: which call": FaultPoint("probes.perturb.selecting:Selection.call", EVERYTHING, after=3),
+    "perturb: examination": FaultPoint("probes.perturb.examiner:Examiner.examine", EVERYTHING, after=3),
+    "perturb: rows": FaultPoint("probes.perturb.batch:_row", EVERYTHING),
+    "monitor: optimizer's state": FaultPoint("sites.optimizer_states:OptimizerStates.after_step", EVERYTHING, after=1),
+    "monitor: inside the optimizer": FaultPoint("sites.optimizer_states:OptimizerStates._keep", EVERYTHING, after=1),
+    "monitor: reduced gradients": FaultPoint("sites.gradients:GradientSite.reduced", EVERYTHING, after=1),
+    "monitor: inputs": FaultPoint("sites.progress:Arguments._look", EVERYTHING, after=3),
+    "monitor: throughput": FaultPoint("sites.progress:Throughput.finish", EVERYTHING, after=1),
+    "monitor: file": FaultPoint("record.monitor:steps_table", EVERYTHING),
+    # Alerts, in the writer thread: a rule is off alone, what all rules need is a fault of the kit.
+    "alerts: columns": FaultPoint("probes.alerts.watch:Columns", _ALERTS),
+    "alerts: series": FaultPoint("probes.alerts.seen:SeriesNumbers.of", _ALERTS),
+    "alerts: history": FaultPoint("probes.alerts.history:Steps.add", _ALERTS),
+    "alerts: event": FaultPoint(
+        "probes.alerts.watch:_event",
+        "monitor: {alerts: [{rule: limit, threshold: 1.0e-9}]}",
+        off="alert limit is off after a fault",
+    ),
+    "recorder: writes": FaultPoint(
+        "flight_recorder:FlightRecorder._write",
+        "monitor: {alerts: [{rule: limit, threshold: 1.0e-9}]}\nrecorder: {}",
+        off="alert limit is off after a fault",
+    ),
+    "TensorBoard: step": FaultPoint("curves:LiveCurves.saw", _CURVES),
+    "TensorBoard: file": FaultPoint("curves:LiveCurves._write", _CURVES),
+    "TensorBoard: last picture": FaultPoint("curves:LiveCurves._draw", _CURVES),
+    # Checks, in a thread of their own: only they are off.
+    "checks: thread": FaultPoint(
+        "exchanging:Comparer._check", "checks: {}", TP2, world=2, rank=1, off="checks are off"
+    ),
+    # Orders from outside.
+    "control file: look": FaultPoint("record.control_file:ControlFile.changed", after=1, off="not looked at any more"),
+    "control file: read": FaultPoint(
+        "record.control_file:ControlFile.read", order='{"next": 1}', off="not looked at any more"
+    ),
+    "control file: parse": FaultPoint("control:parse_order", order='{"next": 1}', off="not looked at any more"),
+    "announcement": FaultPoint("announcing:Announcer.say"),
     # Beginning and end of a run.
     "attach": FaultPoint("session:make_parts"),
     "facts": FaultPoint("facts:run_facts"),

@@ -6,9 +6,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.forked import prepare, run_forked
 
@@ -40,8 +42,23 @@ def train(argv: list[str], prepare_rank: Callable[[], None] | None = None) -> di
 
     if prepare_rank is not None:
         prepare_rank()
-    result = run(argv)
+    return trained(run(argv))
+
+
+def trained(result: Any) -> dict[str, Any]:
+    """Every number of a finished training that the kit must not change."""
     return {"losses": result.losses, "parameters": [p.detach().clone() for c in result.chunks for p in c.parameters()]}
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> None:
+    """Assert that two trainings gave the same bits."""
+    assert left["losses"] == right["losses"]
+    assert all(torch.equal(a, b) for a, b in zip(left["parameters"], right["parameters"], strict=True))
+
+
+def on_disk(paths: Iterable[Path]) -> int:
+    """Bytes of files, those that have several names once."""
+    return sum({found.st_ino: found.st_size for found in (path.stat() for path in paths)}.values())
 
 
 def plain(iterations: int, extra: str = "", world: int = 1) -> list[dict[str, Any]]:
@@ -49,10 +66,10 @@ def plain(iterations: int, extra: str = "", world: int = 1) -> list[dict[str, An
     return run_forked(world, train, flags(iterations, extra=extra))
 
 
-def killed_at_random(argv: list[str], seed: int, longest: float, how: int = signal.SIGKILL) -> int:
-    """Start the training in a process of its own and send it a signal at a moment that `seed` picks; how it ended.
+def started_quietly(argv: list[str]) -> int:
+    """Start the training in a process of its own, which says nothing; its id.
 
-    The process has the signal's handler of this one: by default SIGTERM ends it without a word, as SIGKILL does.
+    It has the signal handlers of this process: by default SIGTERM ends it without a word, as SIGKILL does.
     """
     prepare()
     pid = os.fork()
@@ -67,6 +84,12 @@ def killed_at_random(argv: list[str], seed: int, longest: float, how: int = sign
             code = int(end.code or 0)
         finally:
             os._exit(code)
+    return pid
+
+
+def killed_at_random(argv: list[str], seed: int, longest: float, how: int = signal.SIGKILL) -> int:
+    """Send the training a signal at a moment that `seed` picks; how it ended."""
+    pid = started_quietly(argv)
     time.sleep(random.Random(seed).uniform(0.05, longest))
     os.kill(pid, how)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -13,8 +13,8 @@ import pytest
 
 from msprobe_megatron.analyse.load import RunError, open_run
 from msprobe_megatron.analyse.summary import summarise
-from tests.forked import RankFailed, prepare, run_forked
-from tests.trust.jobs import flags, killed_at_random, plain, probe_file, train
+from tests.forked import RankFailed, run_forked
+from tests.trust.jobs import flags, killed_at_random, plain, probe_file, started_quietly
 
 pytestmark = pytest.mark.trust
 
@@ -85,20 +85,8 @@ def test_a_handler_that_exits_on_sigterm_closes_the_run(tmp_path):
 
 def killed_late(argv, out, how):
     """A signal when three steps are on disk; how the process ended, and the seconds it took until then."""
-    prepare()
     started = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        code = 0
-        try:
-            quiet = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(quiet, 1)
-            os.dup2(quiet, 2)
-            train(argv)
-        except SystemExit as end:
-            code = end.code
-        finally:
-            os._exit(code)
+    pid = started_quietly(argv)
     while not list(out.glob("step_000002/rank_00000/records.parquet")):
         time.sleep(0.01)
     seconds = time.monotonic() - started

@@ -7,21 +7,15 @@ import subprocess
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from msprobe_megatron.analyse.load import open_run
 from msprobe_megatron.analyse.summary import summarise
 from msprobe_megatron.record.directory import RunDirectoryError
 from tests.forked import run_forked
-from tests.trust.jobs import flags, plain, probe_file, train
+from tests.trust.jobs import flags, on_disk, plain, probe_file, same, train, trained
 
 pytestmark = pytest.mark.trust
 STEPS = 12
-
-
-def same(left, right):
-    assert left["losses"] == right["losses"]
-    assert all(torch.equal(a, b) for a, b in zip(left["parameters"], right["parameters"], strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +80,7 @@ def train_and_remove(argv, out):
         while step.iteration == 4 and os.path.exists(out):
             shutil.rmtree(out, ignore_errors=True)  # the writer may be making a directory in it just now
 
-    result = run(argv, Callbacks(step=after))
-    return {"losses": result.losses, "parameters": [p.detach().clone() for c in result.chunks for p in c.parameters()]}
+    return trained(run(argv, Callbacks(step=after)))
 
 
 def test_directory_removed_under_way(tmp_path, expected):
@@ -96,28 +89,13 @@ def test_directory_removed_under_way(tmp_path, expected):
     same(found, expected)
 
 
-def train_with_writer(argv, what):
-    """A writer that is slow, or whose disk answers with an input/output error."""
+def train_with_a_writer_that_is_too_slow(argv, how):
+    """A disk that takes a file only when training cannot go on without: no disk is slower. The amounts that waited.
+
+    With ``MSPROBE_SOAK_STEPS`` each write takes as long as 100 steps instead.
+    """
     import errno
-    import time
-
-    from msprobe_megatron.record.directory import RunDirectory
-
-    original = RunDirectory.write_table
-
-    def slow(self, *args, **kwargs):
-        time.sleep(0.2)
-        return original(self, *args, **kwargs)
-
-    def broken(self, *args, **kwargs):
-        raise OSError(errno.EIO, "Input/output error")
-
-    RunDirectory.write_table = slow if what == "slow" else broken
-    return train(argv)
-
-
-def train_with_a_writer_that_is_too_slow(argv, longest):
-    """Each write takes as long as 100 steps, `longest` seconds at most; the largest amounts that waited."""
+    import threading
     import time
 
     from msprobe_megatron.demo.pretrain_gpt import run
@@ -125,11 +103,27 @@ def train_with_a_writer_that_is_too_slow(argv, longest):
     from msprobe_megatron.record.directory import RunDirectory
     from msprobe_megatron.record.writer import Writer
 
-    write, submit, held, largest, took = RunDirectory.write_table, Writer.submit, [0], [0], [longest]
+    write, submit, make_room, close = RunDirectory.write_table, Writer.submit, Writer._make_room, Writer.close
+    held, largest, took, written = [0], [0], [60.0], [0]
+    soak, needed = "MSPROBE_SOAK_STEPS" in os.environ, threading.Event()
 
     def slow(self, *args, **kwargs):
-        time.sleep(min(longest, 100 * took[0]))
+        if soak:
+            time.sleep(min(60.0, 100 * took[0]))
+        else:
+            needed.wait(60)
+        written[0] += 1
+        if how == "EIO" and written[0] > 3:
+            raise OSError(errno.EIO, "Input/output error")
         return write(self, *args, **kwargs)
+
+    def room(self, size):
+        if self._held_bytes and self._held_bytes + size > self._limit:
+            needed.set()
+        found = make_room(self, size)
+        if not self._closing:
+            needed.clear()
+        return found
 
     def watched(self, batch):
         largest[0] = max(largest[0], batch.nbytes)
@@ -137,41 +131,60 @@ def train_with_a_writer_that_is_too_slow(argv, longest):
         held[0] = max(held[0], self._held_bytes)
         return done
 
+    def last(self, *args):
+        self._closing = True
+        needed.set()
+        return close(self, *args)
+
     def after(step):
         took[0] = min(took[0], step.seconds)  # a step that did not wait
 
-    RunDirectory.write_table, Writer.submit = slow, watched
-    losses = run(argv, Callbacks(step=after)).losses
+    if how != "fast":
+        RunDirectory.write_table, Writer._make_room, Writer.close = slow, room, last
+    Writer.submit = watched
+    found = trained(run(argv, Callbacks(step=after)))
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"losses": losses, "held": held[0], "largest": largest[0], "resident": resident}
+    return {**found, "held": held[0], "largest": largest[0], "resident": resident}
 
 
 def test_memory_stays_bounded_when_the_writer_is_100_times_too_slow(tmp_path, expected):
-    """Training waits for room in the queue: it loses nothing and never holds more than the limit allows."""
+    """Training waits for room in the queue: it loses nothing and never holds more than the limit allows. The same with
+    a slow disk that then fails: what waited is dropped and counted, and training waits no more."""
     limit = 2 << 20
-    longest = 60.0 if "MSPROBE_SOAK_STEPS" in os.environ else 0.4
     config = probe_file(tmp_path, f"limits: {{host_memory: {limit}}}\ndump: {{level: L0}}\n")
     ends = {}
-    for name, seconds in (("slow", longest), ("fast", 0.0)):
-        argv = flags(STEPS, config, tmp_path / name)
-        (ends[name],) = run_forked(1, train_with_a_writer_that_is_too_slow, argv, seconds, timeout=60 + 20 * seconds)
-    slow = ends["slow"]
-    assert slow["losses"] == expected["losses"]
-    assert slow["largest"] < slow["held"] <= limit // 2, ends
-    assert slow["resident"] - ends["fast"]["resident"] < 4 * limit, "memory outside the queue grows"
+    for how in ("fast", "slow", "EIO"):
+        argv = flags(STEPS, config, tmp_path / how)
+        (ends[how],) = run_forked(1, train_with_a_writer_that_is_too_slow, argv, how, timeout=1200)
+        same(ends[how], expected)
+        amounts = {key: ends[how][key] for key in ("held", "largest", "resident")}
+        print(f"{how} writer: {amounts} of {limit // 2} bytes allowed to wait")
+    for how in ("slow", "EIO"):
+        assert ends[how]["largest"] < ends[how]["held"] <= limit // 2, ends
+        assert ends[how]["resident"] - ends["fast"]["resident"] < 4 * limit, "memory outside the queue grows"
+    assert ends["slow"]["held"] > limit // 2 - ends["slow"]["largest"], "the queue was never full"
     assert summarise(open_run(tmp_path / "slow")).steps == list(range(STEPS))
+    failed = summarise(open_run(tmp_path / "EIO"))
+    assert failed.steps == [0, 1, 2]
+    assert any("Input/output error" in text for text in failed.warnings)
+    counts = open_run(tmp_path / "EIO").ranks[0]["ledger"]["written"]
+    assert counts["steps_written"] == 3 and counts["steps_dropped"] >= 1
 
 
-@pytest.mark.parametrize("what", ["slow", "EIO"])
-def test_slow_and_failing_writer(tmp_path, expected, what):
-    out = tmp_path / "out"
-    (found,) = run_forked(1, train_with_writer, flags(STEPS, probe_file(tmp_path), out), what)
+def test_the_disk_limit_holds_to_within_one_step(tmp_path, expected):
+    (found,) = run_forked(1, train, flags(STEPS, probe_file(tmp_path), tmp_path / "whole"))
     same(found, expected)
-    summary = summarise(open_run(out))
-    if what == "slow":
-        assert summary.steps == list(range(STEPS)), "a slow disk loses nothing while the queue has room"
-    else:
-        assert any("Input/output error" in text for text in summary.warnings)
+    whole_size = on_disk((tmp_path / "whole").glob("step_*/*/*"))
+    step = max(path.stat().st_size for path in (tmp_path / "whole").glob("step_*/*/records.parquet"))
+    limit = whole_size // 2
+    text = f"limits: {{disk: {limit}}}\ndump: {{level: L0}}\n"
+    (found,) = run_forked(1, train, flags(STEPS, probe_file(tmp_path, text), tmp_path / "limited"))
+    same(found, expected)
+    size = on_disk((tmp_path / "limited").glob("step_*/*/*"))
+    assert limit - 2 * step <= size <= limit, (size, limit, step)
+    counts = open_run(tmp_path / "limited").ranks[0]["ledger"]["written"]
+    assert counts["steps_written"] + counts["steps_dropped"] == STEPS and counts["steps_dropped"] > 0
+    assert any("limits.disk" in text for text in summarise(open_run(tmp_path / "limited")).warnings)
 
 
 def refused(argv):

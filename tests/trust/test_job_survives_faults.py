@@ -4,14 +4,16 @@ import contextlib
 import io
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from msprobe_megatron.cli import main
+from msprobe_megatron.config.schema import RULES as SCHEMA_RULES
 from tests.forked import run_forked
-from tests.trust.fault_points import FAULT_POINTS, RECOMPUTE, TP2, break_at
-from tests.trust.jobs import flags, plain, probe_file, train
+from tests.trust.fault_points import FAULT_POINTS, RECOMPUTE, RULES, TP2, FaultPoint, break_at
+from tests.trust.jobs import flags, plain, probe_file, same, train, trained
 
 pytestmark = pytest.mark.trust
 STEPS = 4
@@ -58,6 +60,8 @@ def train_with_fault(name, argv):
     said, chunks_seen, left = io.StringIO(), [], []
 
     def during(iteration):
+        if iteration == 1 and FAULT_POINTS[name].order:
+            (Path(argv[argv.index("--msprobe-output") + 1]) / "control.json").write_text(FAULT_POINTS[name].order)
         if iteration == 2:
             for session in DISPATCHER.sessions():
                 session.writer.flush(60)  # a fault of the writer has then happened
@@ -67,8 +71,7 @@ def train_with_fault(name, argv):
     with contextlib.redirect_stderr(said):
         callbacks = Callbacks(ready=lambda chunks, optimizer: chunks_seen.extend(chunks), gradients=during)
         result = run(argv, callbacks)
-    parameters = [p.detach().clone() for c in result.chunks for p in c.parameters()]
-    return {"losses": result.losses, "parameters": parameters, "stderr": said.getvalue(), "left": left}
+    return {**trained(result), "stderr": said.getvalue(), "left": left}
 
 
 @pytest.mark.parametrize("name", FAULT_POINTS)
@@ -78,21 +81,49 @@ def test_a_fault_changes_no_bit_and_is_told_once(tmp_path, expected, capsys, nam
     argv = flags(STEPS, probe_file(tmp_path, point.probe + "\n"), out, point.flags)
     found = run_forked(point.world, train_with_fault, name, argv)
     for mine, reference in zip(found, expected(point.flags, point.world), strict=True):
-        assert mine["losses"] == reference["losses"]
-        assert all(torch.equal(a, b) for a, b in zip(mine["parameters"], reference["parameters"], strict=True))
+        same(mine, reference)
     broken = found[point.rank or 0]
-    lines = [line for line in broken["stderr"].splitlines() if "msprobe" in line and "disarmed" in line]
+    lines = [line for line in broken["stderr"].splitlines() if "injected" in line or "disarmed" in line]
     assert len(lines) == 1, broken["stderr"]
-    assert "injected" in lines[0]
+    assert "msprobe" in lines[0] and "injected" in lines[0] and (point.off or "disarmed after a fault") in lines[0]
     assert "Traceback" not in broken["stderr"]
-    at_the_end = name in ("close", "ledger")
-    if name != "taking the patches of a step away" and not at_the_end:
+    at_the_end = name in ("close", "ledger", "TensorBoard: last picture", "monitor: file", "perturb: rows")
+    if name != "taking the patches of a step away" and not at_the_end and not point.off:
         assert broken["left"] == [_LEFT_ALONE]
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events].count("fault") == 1
+    assert ["injected" in event.get("text", "") for event in events].count(True) == 1
+    assert [event["event"] for event in events].count("fault") == (0 if point.off else 1)
     if name != "facts":
         assert main(["diagnose", str(out)]) == 1
         assert "injected" in capsys.readouterr().out
+
+
+def train_with_broken_rules(argv):
+    for rule in RULES.values():
+        break_at(FaultPoint(f"probes.alerts.rules:{rule}.judge", after=1))
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        return {**train(argv), "stderr": said.getvalue()}
+
+
+def test_a_fault_in_every_alert_rule(tmp_path, expected, capsys):
+    """Each rule is off after its own fault, with a line and an event; the rest of the kit goes on."""
+    asked = {"limit": "{rule: limit, threshold: 1.0e9}", "custom": '{rule: custom, expression: "absmax > 1e9"}'}
+    text = f"checks: {{}}\nmonitor: {{alerts: [{', '.join(asked.get(rule, rule) for rule in RULES)}]}}\n"
+    (found,) = run_forked(1, train_with_broken_rules, flags(STEPS, probe_file(tmp_path, text), tmp_path / "out"))
+    (reference,) = expected("", 1)
+    same(found, reference)
+    events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["alert_fault"] * len(RULES)
+    for rule in RULES:
+        line = f"alert {rule} is off after a fault: KeyError: 'injected'"
+        assert found["stderr"].count(line) == 1, found["stderr"]
+        assert sum(line in event["text"] for event in events) == 1
+    assert set(RULES) == set(SCHEMA_RULES), "a new rule gets a line in fault_points.RULES"
+    ledger = json.loads((tmp_path / "out/ranks/rank_00000.json").read_text())["ledger"]
+    assert ledger["monitor"]["steps"] == STEPS and ledger["faults"] == []
+    assert main(["diagnose", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().out.count("injected") >= 1
 
 
 class Unprintable(Exception):
@@ -120,8 +151,7 @@ def test_a_fault_that_cannot_even_be_told(tmp_path, expected):
     argv = flags(STEPS, probe_file(tmp_path), tmp_path / "out")
     (found,) = run_forked(1, train_when_nothing_can_be_told, argv)
     (reference,) = expected("", 1)
-    assert found["losses"] == reference["losses"]
-    assert all(torch.equal(a, b) for a, b in zip(found["parameters"], reference["parameters"], strict=True))
+    same(found, reference)
 
 
 def train_strictly(name, argv):

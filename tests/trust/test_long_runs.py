@@ -14,7 +14,7 @@ import pytest
 
 from msprobe_megatron.analyse.load import open_run
 from tests.forked import run_forked
-from tests.trust.jobs import EVERYTHING, flags, probe_file
+from tests.trust.jobs import EVERYTHING, flags, on_disk, probe_file
 
 pytestmark = pytest.mark.trust
 
@@ -24,6 +24,8 @@ PROBES = {"dump": "dump: {level: L0}\n", "everything": EVERYTHING}
 # A short run still grows towards its plateau: caches, buffers of the allocator.
 _SLOPE = 256 * 1024
 _SOAK_SLOPE = 1024
+# Statistics compress a little better or worse from step to step.
+_MARGIN = 0.1
 
 
 def resident():
@@ -63,6 +65,18 @@ def train_and_count(argv, out):
     return seen, memory
 
 
+def as_announced(out):
+    """What was said after the first step, and after the monitor's first file, against what is there in the end."""
+    ledger = open_run(out).ranks[0]["ledger"]
+    parts = {"dump": (ledger["announced"], on_disk(out.glob("step_*/*/*")))}
+    if "monitor" in ledger:
+        parts["monitor"] = (ledger["monitor"]["announced"], on_disk(out.glob("monitor/*/*")))
+    for part, (announced, found) in parts.items():
+        assert announced["steps"] == STEPS, part
+        print(f"{part}: announced {announced['bytes']:,} bytes, found {found:,}")
+        assert abs(found - announced["bytes"]) <= _MARGIN * announced["bytes"], f"{part}: {found} against {announced}"
+
+
 @pytest.mark.parametrize("name", PROBES)
 def test_nothing_grows(tmp_path, name):
     out = tmp_path / "out"
@@ -80,3 +94,4 @@ def test_nothing_grows(tmp_path, name):
     assert slope <= (_SOAK_SLOPE if SOAK else _SLOPE), f"{slope / 1024:.2f} KiB a step stay"
     first, second = later[2] - middle[2], last[2] - later[2]
     assert abs(first - second) <= 0.1 * first, "size on disk is not linear in the number of steps"
+    as_announced(out)

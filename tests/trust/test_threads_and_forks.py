@@ -1,5 +1,6 @@
 """Data-loader workers, forked children and the end of the process: nobody but the training process records."""
 
+import json
 import os
 import signal
 import subprocess
@@ -140,14 +141,16 @@ def test_a_child_forked_while_the_writer_holds_its_lock_does_not_wait(tmp_path):
 
 
 _SCRIPT = """
-import sys, threading, time
+import sys, threading
 import torch
 from torch import nn
 from msprobe_megatron import attach
 from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.record.writer import Writer
 torch.set_num_threads(1)
-write = RunDirectory.write_table
-RunDirectory.write_table = lambda self, *a: (time.sleep(0.3), write(self, *a))[1]      # steps still wait at the end
+write, close, closing = RunDirectory.write_table, Writer.close, threading.Event()
+RunDirectory.write_table = lambda self, *a: (closing.wait(60), write(self, *a))[1]      # all steps wait at the end
+Writer.close = lambda self, *a: (closing.set(), close(self, *a))[1]
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 attach(model, optimizer, sys.argv[1])
@@ -170,22 +173,54 @@ _ENDS = {
 }
 
 
+# One process imports torch and forks; each child then goes through the whole end of an interpreter of its own.
+_LAUNCHER = """
+import json, os, sys
+import pyarrow.parquet, torch
+import msprobe_megatron.attaching
+children = {}
+for name, (script, config, log) in json.loads(sys.argv[1]).items():
+    children[name] = os.fork()
+    if not children[name]:
+        for stream in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        sys.argv = [script, config]
+        break
+else:
+    codes = {name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in children.items()}
+    os.write(1, json.dumps(codes).encode())
+    os._exit(0)
+with open(script) as file:
+    exec(compile(file.read(), script, "exec"), {"__name__": "__main__"})
+"""
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """Every way to end, all at once: where its files are, and its exit code."""
+    folders, jobs = {}, {}
+    for name, (statement, _, _) in _ENDS.items():
+        folder = folders[name] = tmp_path_factory.mktemp("end")
+        (folder / "script.py").write_text(textwrap.dedent(_SCRIPT).format(end=statement))
+        (folder / "log.txt").touch()
+        jobs[name] = [str(folder / "script.py"), str(probe(folder, "L0")), str(folder / "log.txt")]
+    command = [sys.executable, "-c", _LAUNCHER, json.dumps(jobs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    codes = json.loads(done.stdout)
+    return {name: (folder, codes[name]) for name, folder in folders.items()}
+
+
 @pytest.mark.parametrize("end", _ENDS)
-def test_the_process_ends_as_it_would_and_what_waits_is_written(tmp_path, end):
-    statement, code, steps = _ENDS[end]
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(_SCRIPT).format(end=statement))
-    done = subprocess.run(
-        [sys.executable, str(script), str(probe(tmp_path, "L0"))],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    assert "msprobe" not in done.stderr.replace(str(tmp_path), ""), done.stderr
-    assert len(list((tmp_path / "out").glob("step_*/rank_00000/records.parquet"))) == steps
-    assert b'"closed": true' in (tmp_path / "out/ranks/rank_00000.json").read_bytes()
+def test_the_process_ends_as_it_would_and_what_waits_is_written(ends, end):
+    _, code, steps = _ENDS[end]
+    folder, found = ends[end]
+    log = (folder / "log.txt").read_text().replace(str(folder), "")
+    assert found == code, log
+    spoken = [line for line in log.splitlines() if "msprobe" in line and not line.startswith("msprobe: ")]
+    assert spoken == [], log
+    assert "disarmed" not in log and ("Traceback" in log) == (code == 1)
+    assert len(list((folder / "out").glob("step_*/rank_00000/records.parquet"))) == steps
+    assert b'"closed": true' in (folder / "out/ranks/rank_00000.json").read_bytes()
 
 
 def test_ranks_can_be_forked_from_a_process_with_a_closed_session(tmp_path):

@@ -63,6 +63,18 @@ def _type_as_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
+def _histc_of_integers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Count integers too, as devices do: token dispatchers count tokens an expert with it."""
+
+    @functools.wraps(function)
+    def histc(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if input.is_floating_point():
+            return function(input, *args, **kwargs)
+        return function(input.double(), *args, **kwargs).to(input.dtype)
+
+    return histc
+
+
 def _itself(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
 
@@ -78,6 +90,7 @@ def install() -> None:
     module: Any = torch.nn.Module
     module.to = _to_on_cpu(module.to)
     tensor.type = _type_as_cuda(tensor.type)
+    substitute((torch,), "histc", _histc_of_integers(torch.histc))
     substitute((tensor,), "cuda", _itself)
     substitute((tensor,), "pin_memory", _itself)
     for name in _LEGACY_TYPES:

@@ -1,0 +1,39 @@
+"""How often a file of the monitor that is not full is written: large ones less often, so that it stays cheap."""
+
+import numpy as np
+
+from msprobe_megatron.record import monitor
+from msprobe_megatron.record.monitor_table import Figures
+from msprobe_megatron.record.schema import Row
+
+
+class Directory:
+    def write_table(self, path, table):
+        return 100
+
+
+def test_large_files_are_refreshed_less_often(monkeypatch):
+    clock, cost = [0.0], [0.0]
+
+    def spent():
+        cost[0] += 0.1  # what writing takes
+        return cost[0]
+
+    monkeypatch.setattr(monitor.time, "thread_time", spent)
+    identity = dict.fromkeys(("rank", "tp", "pp", "vpp", "dp", "cp", "ep", "etp"), 0)
+    file = monitor.MonitorFile(now=lambda: clock[0])
+    rows = [Row(0, None, "optimizer", 0, "loss", "x", "value", "", "", -1, "float64", (), (), "", 1, 0)]
+
+    def step(number):
+        file.add(rows, Figures(number, np.zeros((1, 5)), np.zeros((1, 4), np.int64)))
+
+    step(0)
+    assert not file.due()
+    clock[0] = monitor.REFRESH_SECONDS
+    assert file.due()
+    file.write(Directory(), identity)
+    step(1)
+    clock[0] += 0.1 / monitor.REFRESH_SHARE - 1
+    assert not file.due(), "it took a tenth of a second"
+    clock[0] += 2
+    assert file.due()
