@@ -107,7 +107,7 @@ def arm(flags: Flags | None = None, *, install: bool = True) -> Armed:
         return _armed
     flags = flags or from_command_line()
     try:
-        config = flags.load_config() if flags.armed else None
+        config = _config_of(flags)
         if install and backends.select(flags.device).name == "cpu":
             from msprobe_megatron.backends import cpu
 
@@ -116,6 +116,21 @@ def arm(flags: Flags | None = None, *, install: bool = True) -> Armed:
         refuse(error)
     _armed = Armed(flags, config)
     return _armed
+
+
+def _config_of(flags: Flags) -> ProbeConfig | None:
+    """The probe file; None where there is none, and where reading it is a fault of the kit and not of the file."""
+    try:
+        return flags.load_config() if flags.armed else None
+    except CANNOT:
+        raise
+    except Exception as error:
+        if flags.strict:
+            raise
+        if environment_rank() == 0:
+            text = f"msprobe: {flags.config} could not be read: {type(error).__name__}: {error}"
+            print(f"{text}; training goes on unobserved", file=sys.stderr, flush=True)
+        return None
 
 
 def refuse(error: Exception) -> NoReturn:

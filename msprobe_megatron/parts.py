@@ -161,6 +161,11 @@ class Parts:
         for part in self.active:
             getattr(part, what)(*values)
 
+    @property
+    def watch_memory(self) -> bool:
+        """Whether a part that wants the running step keeps figures of tensors, which communication may outdate."""
+        return any(type(part).memory_changed is not Part.memory_changed for part in self.active)
+
     def memory_changed(self) -> None:
         """Tensors may have changed without their version counters telling."""
         for part in self.active:

@@ -41,6 +41,7 @@ class ModuleTargets:
     def __init__(self, job: Job, examiner: Examiner) -> None:
         self._job, self._examiner, self._asked = job, examiner, examiner.asked
         self._modules: dict[str, nn.Module] = {}
+        self._numberings: dict[str, Callable[[torch.Tensor], Numbering | None]] = {}
         self._chosen: dict[str, int] = {}
         self._watched = ModuleExaminer(examiner)
         self._fix = ModuleFix(self._asked.mode, self._asked.stage)
@@ -52,13 +53,15 @@ class ModuleTargets:
             layout = ChunkLayout.of(chunk)
             for entry in names.modules(chunk):
                 self._modules[entry.name] = entry.module
+                self._numberings[entry.name] = self._numbering(entry, layout)
                 if asked.modules:
                     wanted = examiner.selection.module(entry.name)
                 else:
                     wanted = by_itself and examiner.profile == "ulp" and examinable(entry.name, entry.module)
                 if wanted and examiner.selection.place(entry.name, _any_microbatch(asked)):
                     self._chosen[entry.name] = index
-                    self._watched.numberings[entry.name] = self._numbering(entry, layout)
+                    self._watched.numberings[entry.name] = self._numberings[entry.name]
+        examiner.number = self._number
         self._refuse(job)
 
     def _refuse(self, job: Job) -> None:
@@ -131,13 +134,17 @@ class ModuleTargets:
     def _numbering(self, entry: names.NamedModule, layout: ChunkLayout) -> Callable[[torch.Tensor], Numbering | None]:
         """Which elements of the whole tensor the first input of a module on this rank holds."""
         where = self._job.where
-        path = next(iter(inspect.signature(entry.module.forward).parameters), "")
 
         def numbering(x: torch.Tensor) -> Numbering | None:
+            path = next(iter(inspect.signature(entry.module.forward).parameters), "")
             spec = activation_spec(entry, "input", path, x.dim(), layout).only(lambda axis: where.size(axis) > 1)
             return index_map(spec, tuple(x.shape), where.of, where.size)
 
         return numbering
+
+    def _number(self, module: str, x: torch.Tensor) -> Numbering | None:
+        known = self._numberings.get(module)
+        return None if known is None else known(x)
 
     def costs(self, calls: dict[str, Cost]) -> dict[str, Cost]:
         """What the targets cost, from what the calls inside of them do; one that makes a single call is left out."""

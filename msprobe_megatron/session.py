@@ -177,7 +177,7 @@ class Session:
         self.clock.start_step(step)
         self._calls = [0] * len(self._chunks)
         self._schedules.add(schedule)
-        self._while_recording.apply()
+        self._while_recording.apply(memory=self.parts.watch_memory)
         self.parts.tell("begin")
         self._recording = True
 

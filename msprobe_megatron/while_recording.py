@@ -25,7 +25,7 @@ class WhileRecording:
     Example::
 
         bound = WhileRecording(session, plain=False)
-        bound.apply(); ...; bound.revert()
+        bound.apply(memory=True); ...; bound.revert()
     """
 
     def __init__(self, events: Events, *, plain: bool) -> None:
@@ -33,10 +33,10 @@ class WhileRecording:
         self._patches = PatchSet([p for p in declared("recording") if not p.id.startswith(left_out)], events)
         self._memory = MemoryWatch(events.memory_changed)
 
-    def apply(self) -> None:
-        """Bind everything."""
+    def apply(self, *, memory: bool) -> None:
+        """Bind the patches, and what communication writes to if somebody keeps figures of `memory`."""
         self._patches.apply()
-        self._memory.install()
+        (self._memory.install if memory else self._memory.remove)()
 
     def revert(self) -> None:
         """Put everything back. Safe to call twice."""

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Hostile inputs for as long as you like: damaged run directories, msprobe dumps, overlays of recipes and
-# probe files, every round with new ones. No answer but our own errors, nothing written elsewhere.
+# Hostile inputs for as long as you like: damaged run directories in every command, checkpoints, msprobe dumps,
+# overlays of recipes, control files and probe files, every round with new ones. No answer but our own errors, nothing
+# written elsewhere.
 #
 #   bash scripts/fuzz.sh [SECONDS]      default: one hour
 set -euo pipefail
@@ -17,8 +18,8 @@ while [ "$SECONDS" -lt "$end" ]; do
     log=$(mktemp)
     # 250 examples a test stand in tests/config/test_config_fuzz.py.
     if ! MSPROBE_FUZZ_SEED=$seed MSPROBE_FUZZ_CASES=$cases "$MSPROBE_PYTHON" -m pytest -q -m "trust or not trust" \
-        --hypothesis-seed="$seed" -s tests/trust/test_untrusted_files.py tests/trust/test_untrusted_inputs.py \
-        tests/config/test_config_fuzz.py >"$log" 2>&1; then
+        --hypothesis-seed="$seed" -s tests/trust/test_untrusted_*.py tests/config/test_config_fuzz.py \
+        >"$log" 2>&1; then
         cat "$log"
         echo "failed with seed $seed after $inputs inputs"
         exit 1

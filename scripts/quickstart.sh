@@ -90,8 +90,7 @@ fi
 msprobe-megatron report "$run/tp2pp2" --against "$run/single" --out "$run/report.html"
 
 printf '\n== where it is, and how to look at it (%d s after set-up) ==\n' $((SECONDS - started))
-printf '  %s\n' "$run/report.html    open it in a browser: verdict, model, trends, ranks" \
-    "$run/tp2pp2    4 processes" "$run/single    1 process" \
+printf '  %s\n' "$run/tp2pp2    4 processes" "$run/single    1 process" \
     "  run.json                                  versions, arguments, coordinates of every rank, what was patched" \
     "  step_000000/rank_00000/records.parquet    one row a tensor; sites.json beside it says where in the code"
 printf '\nAgain, for any run:\n\n'
@@ -102,3 +101,4 @@ printf '\nOr ask the rows yourself:\n\n'
 query='import duckdb, sys; rows = duckdb.read_parquet(sys.argv[1] + "/step_*/rank_*/records.parquet"); '
 query+='rows.aggregate("step, kind, count(*) as records, max(absmax) as absmax").order("step, kind").show()'
 printf "  python -c '%s' %q\n" "$query" "$run/tp2pp2"
+printf '\nThe page of the two runs (verdict, model, trends, ranks); open it in a browser:\n\n  %s\n' "$run/report.html"

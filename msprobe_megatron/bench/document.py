@@ -36,6 +36,8 @@ of a step, in the same processes, taking turns, the first steps left out; `least
 the only model that both tools can run; all others are the demo GPT of megatron-core.
 """
 _SIZES = ("extra_bytes", "peak_bytes")
+# What tells lines of one bench apart that belong into different tables.
+_KINDS = ("training_ratio", "error", "share", "bytes_of_8_ranks", "seconds", "GB_a_second")
 
 
 def document(folder: Path) -> str:
@@ -50,7 +52,8 @@ def document(folder: Path) -> str:
     for name, reports in sections.items():
         lines = [line for report in reports for line in report["results"]]
         commands = ", ".join(f"`{report.get('command', f'msprobe-megatron bench {name}')}`" for report in reports)
-        parts += [f"## {TITLES[name]}", commands + _peers(reports), markdown_table(lines), reports[0]["about"]]
+        tables = [markdown_table(alike) for alike in _alike(lines)]
+        parts += [f"## {TITLES[name]}", commands + _peers(reports), *tables, reports[0]["about"]]
         parts.append(f"Load of the machine at its end: {max(report['machine']['load'] for report in reports):.1f}.")
         parts += [f"Why missed, by profile: {text}" for report in reports for text in report.get("profiles", [])]
     return "\n\n".join(part.strip() for part in parts) + "\n"
@@ -69,6 +72,14 @@ def _sections(folder: Path) -> dict[str, list[dict[str, Any]]]:
         if name is not None:
             found[name].append(report)
     return {name: reports for name, reports in found.items() if reports}
+
+
+def _alike(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Lines that have the same kind of figures, so that no table is full of holes."""
+    groups: dict[frozenset[str], list[dict[str, Any]]] = {}
+    for line in lines:
+        groups.setdefault(frozenset(key for key in _KINDS if line.get(key) is not None), []).append(line)
+    return list(groups.values())
 
 
 def _peers(reports: list[dict[str, Any]]) -> str:

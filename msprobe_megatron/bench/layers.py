@@ -45,10 +45,20 @@ def bench(options: Options) -> list[dict[str, Any]]:
     return lines
 
 
+def profiled(name: str) -> tuple[Workload, dict[str, Any]]:
+    """What a line's profile is made of: the larger model at its level.
+
+    Example: ``profiled("L0: 192 layers over 24")``.
+    """
+    return _workload(MANY, 1), VARIANTS[name.partition(":")[0]]
+
+
+def _workload(layers: int, turns: int) -> Workload:
+    return Workload(f"layers{layers}", f"--num-layers {layers} {_FLAGS}", turns, 2)
+
+
 def _added(layers: int, variants: dict[str, dict[str, Any]], options: Options) -> dict[str, dict[str, Any]]:
-    workload = Workload(f"layers{layers}", f"--num-layers {layers} {_FLAGS}", options.turns or 4, 2)
-    options.progress(f"{layers} layers")
-    lines = measured(workload, variants, options)
+    lines = measured(_workload(layers, options.turns or 4), variants, options)
     plain, *others = lines
     kept = ("median_s", "spread", "peak_bytes", "bytes", "files", "rows", "microseconds", "extra_bytes")
     return {

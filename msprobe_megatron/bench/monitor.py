@@ -38,6 +38,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gradients": {"monitor": _GRADIENTS},
     "every_100": {"monitor": {**_ALL, "every": 100}},
 }
+_OVER_RANKS: dict[str, dict[str, Any]] = {
+    "one_rank": {"ranks": [0], "monitor": _BOUNDARIES},
+    "all_ranks": {"monitor": _BOUNDARIES},
+}
 TARGETS = {
     **{"h1024:boundaries": 1.01, "h1024:all": 1.04, "h1024:gradients": 1.01, "h1024:every_100": 1.001},
     **{"h64:boundaries": 1.2, "h64:all": 2.0, "h64:gradients": 1.2, "h64:every_100": 1.02},
@@ -101,15 +105,22 @@ def bench(options: Options) -> list[dict[str, Any]]:
     return lines
 
 
+def profiled(name: str) -> tuple[Workload, dict[str, Any]] | None:
+    """What a line's profile is made of; those of several processes have that of one.
+
+    Example: ``profiled("tp2:all_ranks")``.
+    """
+    size, _, variant = name.partition(":")
+    workload = {"h64": _H64, "h1024": _H1024, "tp2": WORKLOADS["h1024"]}.get(size)
+    file = {**VARIANTS, **_OVER_RANKS}.get(variant)
+    return (workload, file) if workload is not None and file is not None else None
+
+
 def _seed(workload: Workload, options: Options) -> list[dict[str, Any]]:
     """Seed 003: off, on one rank, on all of them."""
-    variants: dict[str, dict[str, Any]] = {
-        "one_rank": {"ranks": [0], "monitor": _BOUNDARIES},
-        "all_ranks": {"monitor": _BOUNDARIES},
-    }
     ranks = options.ranks or 2
     over = replace(workload, flags=f"{workload.flags} --tensor-model-parallel-size {ranks}")
-    return measure_in_processes(over, variants, options.out, ranks, options.progress)
+    return measure_in_processes(over, _OVER_RANKS, options.out, ranks, options.progress)
 
 
 def _with_every_100(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

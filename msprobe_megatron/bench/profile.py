@@ -65,12 +65,13 @@ def text(stats: pstats.Stats, line: Mapping[str, Any]) -> str:
     """
     own = _own_seconds(stats)
     total = sum(own.values()) or 1.0
-    writer = max(0.0, line["ratio"] - line["training_ratio"])
-    added = max(1e-9, line["ratio"] - 1)
-    shares = [f"the writer thread {min(1.0, writer / added):.0%} of what is added; of the training thread's part"]
     largest = sorted(own.items(), key=lambda item: -item[1])[:_LINES]
-    shares += [f"`{name}` {seconds / total:.0%}" for name, seconds in largest]
-    return f"{line['name']}: {', '.join(shares)}."
+    shares = ", ".join(f"`{name}` {seconds / total:.0%}" for name, seconds in largest)
+    writer = ""
+    if line.get("training_ratio") is not None:
+        share = max(0.0, line["ratio"] - line["training_ratio"]) / max(1e-9, line["ratio"] - 1)
+        writer = f"the writer thread {min(1.0, share):.0%} of what is added; "
+    return f"{line['name']}: {writer}of the training thread's part {shares}."
 
 
 def _own_seconds(stats: pstats.Stats) -> dict[str, float]:
@@ -104,16 +105,24 @@ def _built_in(function: str) -> str:
 
 
 def profiles(bench: Any, lines: Sequence[Mapping[str, Any]], out: Path, progress: Progress = silent) -> list[str]:
-    """A text for each line of a bench's `VARIANTS` that missed what was asked.
+    """A text for each line of a bench that missed what was asked.
 
     Example: ``profiles(msprobe_megatron.bench.dump, lines, Path("bench_out"))``.
     """
-    missed = dict.fromkeys(verdict.name for verdict in verdicts(lines) if not verdict.met)
-    known = getattr(bench, "WORKLOADS", WORKLOADS)
+    missed = {verdict.name for verdict in verdicts(lines) if not verdict.met}
     found = []
     for line in lines:
-        size, _, name = str(line["name"]).partition(":")
-        if line["name"] in missed and size in known and name in getattr(bench, "VARIANTS", {}):
+        if line["name"] in missed and (job := _job(bench, str(line["name"]))) is not None:
             progress(f"profile: {line['name']}")
-            found.append(profile(known[size], bench.VARIANTS[name], line, out))
+            found.append(profile(*job, line, out))
     return found
+
+
+def _job(bench: Any, name: str) -> tuple[Workload, Mapping[str, Any]] | None:
+    """What a line trained: as the bench's own `profiled` says, or by the size and the variant in its name."""
+    if hasattr(bench, "profiled"):
+        own: tuple[Workload, Mapping[str, Any]] | None = bench.profiled(name)
+        return own
+    size, _, variant = name.partition(":")
+    variants = getattr(bench, "VARIANTS", {})
+    return (WORKLOADS[size], variants[variant]) if size in WORKLOADS and variant in variants else None

@@ -15,9 +15,9 @@ _FIGURES = ("ratio", "GB_a_second", "share", "seconds", "error")
 _AT_LEAST = ("GB_a_second", "share")
 _UNITS = {
     "microseconds": " µs a row",
-    "extra_bytes": " memory",
-    "peak_bytes": " memory",
-    "memory_ratio": " memory",
+    "extra_bytes": " added memory",
+    "peak_bytes": " peak memory",
+    "memory_ratio": " memory ratio",
     "host_synchronisations": " host synchronisations",
     "collectives": " collectives",
     "seconds": " seconds",

@@ -26,11 +26,11 @@ from msprobe_megatron.bench.turns import BenchFailed
 
 ABOUT = (
     "Bytes of saved tensors of one step, each distinct tensor once (bf16), by level and microbatches a step: on one"
-    " rank without tensor parallelism and on eight such ranks. Calculated from small models of the same architecture;"
-    " held out: a model that was not among them, and how far its calculated size is off. Attention is not fused: its"
-    " scores are half of L1; the seeds cut each model over eight cards and fuse, so that their sizes are others."
-    " speed: what the kit's writer reaches over a plain sequential one on the same disk, and the seconds in which"
-    " training waited for it."
+    " rank without tensor parallelism and on eight such ranks; files at most. Calculated from small models of the same"
+    " architecture; held out: a model that was not among them, and how far its calculated size is off. Attention is not"
+    " fused: its scores are half of L1; the seeds cut each model over eight cards and fuse, so that their sizes are"
+    " others. speed: what the kit's writer reaches over a plain sequential one on the same disk, and the seconds in"
+    " which training waited for it."
 )
 LEVELS = ("L0", "L1", "mix")
 

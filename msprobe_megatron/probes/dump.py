@@ -83,6 +83,9 @@ class DumpProbe:
         self._packs = packs if config.task == "tensor" or config.tensor_list else None
         self._kept = [_matcher(text) for text in config.tensor_list]
         self._keeps: dict[str, bool] = {}
+        # Statistics alone, which is what is asked most: all else is passed by.
+        self._plain = self._measures and not self._numbered and self._hash is None and self._packs is None
+        self._microbatches = config.microbatches
         self._sites_file = SitesFile()
         self._records_file = RecordsFile()
         self._dtypes: dict[torch.dtype, str] = {}
@@ -115,35 +118,48 @@ class DumpProbe:
 
     def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
         """Measure a tensor, unless it was measured a moment ago, and write its row."""
-        chosen = self._config.microbatches
+        chosen = self._microbatches
         if chosen is not None and microbatch is not None and microbatch not in chosen:
             return
         page = self._page
-        layout = place.layouts.get(tensor.shape) or place.layout(tensor.shape)
+        shape = tensor.shape
+        layout = place.layouts.get(shape) or place.layout(shape)
+        if self._plain:
+            slot = page.look_weights(tensor) if tensor.__class__ is nn.Parameter else page.look(tensor)
+            if slot == NOT_MINE:
+                slot = self._looked(tensor, None, page)
+            extra, key = place.extra, None
+        else:
+            slot, extra, key = self._in_full(place, layout, tensor, page)
+        if slot == NO_ROOM:
+            return
+        clock = self._clock
+        seq = clock.seq
+        clock.seq = seq + 1
+        dtype = tensor.dtype
+        name = self._dtypes.get(dtype) or self._dtype_name(dtype)
+        if page is not self._page:
+            self.late += 1  # a thread of the host went on while the step ended: its slot is another's by now
+            return
+        page.rows.append(_tuple(Sighting, (seq, microbatch, phase, place, layout, name, slot, extra, key)))
+
+    def _in_full(
+        self, place: Place, layout: Layout, tensor: torch.Tensor, page: _Page
+    ) -> tuple[int, str | None, str | None]:
+        """Slot, extra, and key of the saved tensor, for whatever is asked besides statistics or instead of them."""
         numbering, extra = self._numbers(layout) if self._numbered else (None, None)
         slot = -1
         if self._measures:
             slot = page.look_weights(tensor) if tensor.__class__ is nn.Parameter else page.look(tensor)
             if slot == NOT_MINE:
                 slot = self._looked(tensor, numbering, page)
-            if slot == NO_ROOM:
-                return
             if self._packs is not None and slot >= 0 and slot not in page.saved:
                 self._save(place.name, tensor, slot, page)
             if self._hash is not None:
                 extra = self._hashed(tensor, slot, page)
         if place.extra is not None:
             extra = place.extra if extra is None else f"{place.extra[:-1]}, {extra[1:]}"
-        clock = self._clock
-        seq = clock.seq
-        clock.seq = seq + 1
-        dtype = tensor.dtype
-        name = self._dtypes.get(dtype) or self._dtype_name(dtype)
-        tensor_key = page.saved.get(slot) if self._packs is not None else None
-        if page is not self._page:
-            self.late += 1  # a thread of the host went on while the step ended: its slot is another's by now
-            return
-        page.rows.append(_tuple(Sighting, (seq, microbatch, phase, place, layout, name, slot, extra, tensor_key)))
+        return slot, extra, page.saved.get(slot) if self._packs is not None else None
 
     def _numbers(self, layout: Layout) -> tuple[Numbering | None, str | None]:
         """Numbering of the elements, and a mark for the row when it is not that of the whole tensor."""

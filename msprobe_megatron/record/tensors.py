@@ -172,10 +172,12 @@ class TensorPack:
     def fill(self, file: IO[bytes]) -> None:
         """Write the pack; waits for copies that are still on their way."""
         pieces = [_bytes(copy.wait()) for _, _, _, copy in self.copies]
-        written = file.write(_header(self.copies, [piece.nbytes for piece in pieces]))
-        started = 0
+        header = _header(self.copies, [piece.nbytes for piece in pieces])
+        file.write(header)
+        started, written = 0, len(header)
         for piece in pieces:
-            written += file.write(piece)
+            file.write(piece)
+            written += piece.nbytes
             if written - started >= _AT_ONCE:
                 _start_writing(file, started, written)
                 started = written
@@ -183,8 +185,8 @@ class TensorPack:
 
 def _start_writing(file: IO[bytes], first: int, last: int) -> None:
     """Let the disk begin with these bytes: it would else stand still until the pack is synced."""
+    file.flush()
     with contextlib.suppress(AttributeError, OSError):  # a system, or a file, that takes no advice
-        file.flush()
         os.posix_fadvise(file.fileno(), first, last - first, os.POSIX_FADV_DONTNEED)
 
 

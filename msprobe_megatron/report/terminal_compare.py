@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -12,7 +13,6 @@ from msprobe_megatron.report.terminal import console, span
 
 _STYLES = {"agree": "bold green", "diverged": "bold red", "incomparable": "bold yellow"}
 _STACK = 4
-_FIGURES = 38
 _LINE = 90
 
 
@@ -39,7 +39,7 @@ def print_comparison(result: Comparison, out: Console | None = None) -> None:
     for text in result.hints:
         out.print(Text(f"hint: {text}", style="cyan"))
     if result.suspects:
-        out.print(_suspects(result.suspects, out.width - _FIGURES))
+        out.print(_suspects(result.suspects, out.width))
     if result.replicas:
         names = ", ".join(f"{r['name']} ({r['kind']}, ranks {span(r['ranks'])})" for r in result.replicas[:3])
         more = f" and {len(result.replicas) - 3} more" if len(result.replicas) > 3 else ""
@@ -80,27 +80,34 @@ def _label(item: Difference) -> str:
     return f"{item.name} {what}{path}"
 
 
-def _suspects(suspects: list[Difference], room: int) -> Table:
+def _suspects(suspects: list[Difference], width: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("then", no_wrap=True)
-    for name in ("step", "mb", "ranks", "error", "allowed"):
+    heads = ("step", "mb", "ranks", "error", "allowed")
+    for name in heads:
         table.add_column(name, justify="right", no_wrap=True)
-    for item in suspects:
+    figures = [_figures(item) for item in suspects]
+    # What the figures leave; rich would shorten figures too.
+    room = width - sum(2 + max(map(len, column)) for column in zip(heads, *figures, strict=True))
+    for item, values in zip(suspects, figures, strict=True):
         style = "" if item.state == "diverged" else "dim"
-        table.add_row(
-            Text(_tail(_label(item), max(room, 12)), style=style),
-            str(item.step),
-            "" if item.microbatch is None else str(item.microbatch),
-            _few(span(item.ranks)),
-            _figure(item.error),
-            _figure(item.tolerance),
-        )
+        table.add_row(Text(_tail(_label(item), max(room, 12)), style=style), *values)
     return table
 
 
+def _figures(item: Difference) -> tuple[str, ...]:
+    microbatch = "" if item.microbatch is None else str(item.microbatch)
+    return str(item.step), microbatch, _few(span(item.ranks)), _figure(item.error), _figure(item.tolerance)
+
+
 def _tail(text: str, room: int) -> str:
-    """Names of a model differ at their ends."""
-    return text if len(text) <= room else f"…{text[-room + 1 :]}"
+    """Names of a model differ at their ends. Room is counted in cells: some letters take two."""
+    if cell_len(text) <= room:
+        return text
+    text = text[-room + 1 :]
+    while cell_len(text) > room - 1:
+        text = text[1:]
+    return f"…{text}"
 
 
 def _few(text: str) -> str:

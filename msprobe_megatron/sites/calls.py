@@ -27,13 +27,17 @@ Fault = Callable[[BaseException, str], None]
 
 
 class Pass(NamedTuple):
-    """A module that is running: its name and chunk, phase and moment, and how often each API was called so far."""
+    """A module that is running: its name and chunk, phase and moment, and how often each API was called so far.
+
+    ``shape`` is that of its first input: what is computed from it often has the same, and then lies over ranks alike.
+    """
 
     module: str
     chunk: int
     phase: str
     moment: Moment
     counts: dict[str, int]
+    shape: tuple[int, ...] | None = None
 
 
 class Handler(Protocol):
@@ -165,7 +169,8 @@ class CallSite:
                 phase, moment = self._clock.calling()
                 own = self._chosen is None or name in self._chosen
                 wanted = own and self._handler.wants(name, phase, moment)
-                self._push(self._pass(name, chunk, phase, moment) if wanted else None)
+                shape = getattr(args[0], "shape", None) if args else None
+                self._push(self._pass(name, chunk, phase, moment, shape) if wanted else None)
             except Exception as error:
                 self._fault(error, f"call of {name}")
 
@@ -196,8 +201,8 @@ class CallSite:
         elif switched:
             mode_stack.push(self._mode)
 
-    def _pass(self, name: str, chunk: int, phase: str, moment: Moment) -> Pass:
-        return Pass(name, chunk, phase, moment, self._passes.setdefault((name, phase, moment), {}))
+    def _pass(self, name: str, chunk: int, phase: str, moment: Moment, shape: Any = None) -> Pass:
+        return Pass(name, chunk, phase, moment, self._passes.setdefault((name, phase, moment), {}), shape)
 
     def running(self) -> Pass | None:
         """The pass in which a call is made now; None if it is not to be handed over."""
@@ -236,7 +241,7 @@ class CallSite:
         def before(grad_outputs: Any) -> None:
             if self.active and self._round == this_round:
                 self._clock.backward_moment = running.moment
-                self._push(self._pass(running.module, running.chunk, "backward", running.moment))
+                self._push(self._pass(running.module, running.chunk, "backward", running.moment, running.shape))
 
         def after(grad_inputs: Any, grad_outputs: Any) -> None:
             if self.active and self._round == this_round:

@@ -94,6 +94,25 @@ def test_spike_is_two_sided_and_not_blinded_by_a_nan(factor):
     assert told(13, (row("a"), noisy(factor)))[0]["name"] == "a"
 
 
+@pytest.mark.parametrize(
+    ("kind", "path", "factor", "fires"),
+    [
+        ("gradient", "", 1 / 30, False),  # targets of one microbatch in another rank's part of the vocabulary
+        ("gradient", "", 1 / 3000, True),
+        ("gradient", "", 30.0, True),
+        ("grad_unreduced", "microbatch", 1 / 30, False),
+        ("grad_unreduced", "", 1 / 30, True),
+        ("grad_reduced", "", 1 / 30, True),
+        ("activation", "", 1 / 30, True),
+    ],
+)
+def test_gradients_of_a_single_microbatch_may_be_small(kind, path, factor, fires):
+    told, noise = Told(Alert("spike")), np.random.default_rng(0)
+    for number in range(30):
+        assert not told(number, (row(kind=kind, path=path), 1 + 0.05 * noise.standard_normal(4)))
+    assert bool(told(30, (row(kind=kind, path=path), np.full(4, factor)))) == fires
+
+
 def test_spike_waits_for_enough_values_and_follows_a_new_level():
     told = Told(Alert("spike", 0.5, window=8, cooldown=0))
     assert not any(told(number, (row("a"), noisy(10.0**number))) for number in range(8))

@@ -25,6 +25,10 @@ def test_a_part_is_measured_once_and_the_document_is_written_beside_it(tmp_path)
     again = script("--quick", tmp_path / "out", "counts")
     assert again.returncode == 0
     assert "== counts: is in" in again.stderr and "took" not in again.stderr
+    # A table of one turn does not stand in for a whole one.
+    whole = script(tmp_path / "out", "counts")
+    assert whole.returncode == 0
+    assert "== counts took" in whole.stderr
     # Neither few turns nor a choice of parts may stand in the place of the whole.
     assert (ROOT / "BENCHMARKS.md").read_text() == committed
 

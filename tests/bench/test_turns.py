@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from msprobe_megatron.bench import dump, layers, monitor, perturb
 from msprobe_megatron.bench.options import Options
-from msprobe_megatron.bench.profile import text
+from msprobe_megatron.bench.profile import _job, profiles, text
 from msprobe_megatron.bench.turns import PLAIN, BenchFailed, Turns, Workload
 from msprobe_megatron.bench.volume import _models
 from msprobe_megatron.bench.workloads import asked
@@ -128,3 +129,19 @@ def test_every_line_has_the_keys_and_a_second_call_may_use_the_same_place(tmp_pa
         *(f"counts_monitor_idle.{ending}" for ending in ("json", "md", "svg")),
         "runs",
     }
+
+
+def test_only_what_missed_is_profiled(tmp_path):
+    line = {"name": "h64:L0", "ratio": 1.2, "training_ratio": 1.2, "median_s": 0.02, "microseconds": 4.0, "target": 1.5}
+    met = {**line, "name": "h64:L1", "target": 4.0}
+    assert profiles(dump, [line, met], tmp_path) == []
+    (found,) = profiles(dump, [{**line, "asked": {"microseconds": 3.0}}, met], tmp_path)
+    assert found.startswith("h64:L0: the writer thread 0% of what is added; of the training thread's part `")
+
+
+def test_every_line_with_a_target_has_something_to_profile():
+    for bench in (dump, monitor, perturb):
+        assert all(_job(bench, name) is not None for name in bench.TARGETS), bench
+    assert _job(monitor, "plain_torch:h64:all") is None
+    workload, variant = _job(layers, "L1: 192 layers over 24")
+    assert "--num-layers 192" in workload.flags and variant == {"dump": {"level": "L1"}}

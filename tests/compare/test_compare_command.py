@@ -74,7 +74,7 @@ def test_noise_that_is_no_repetition_is_refused(runs, capsys, tmp_path):
     capsys.readouterr()
     for run, other, noise, why in (
         (golden, faulty, runs.clean("wider"), "the models differ: ffn_hidden_size is 64 and 128"),
-        (golden, faulty, runs.faulty("dp2", "other_data"), "it was given other data"),
+        (golden, faulty, runs.faulty("single", "other_data"), "it was given other data"),
         (moe, moe, runs.faulty("ep2", "expert_not_loaded"), "its weights are others, decoder.layers.1.mlp.experts"),
     ):
         assert main(["compare", run, other, "--noise", str(noise)]) == 2

@@ -56,8 +56,8 @@ def filled_in(text: str, folder: Path) -> str:
     text = _PLACEHOLDER.sub(lambda found: f'{found[1]}="{folder / found[1].lower()}"', text)
     for name, value in said.items():
         text = re.sub(rf"^{name}=.*$", f'{name}="{value}"', text, flags=re.MULTILINE)
-    # Exchange inside the matmul: an operator of the device that nothing stands in for.
-    return re.sub(r"^\s*--use-mc2 *\\\n", "", text, flags=re.MULTILINE)
+    # No data but the mock's; and the exchange inside the matmul is an operator that nothing stands in for.
+    return re.sub(r"^\s*--(?:data-path .*|use-mc2) *\\\n", "", text, flags=re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ import struct
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from msprobe_megatron.record.directory import RunDirectory
 from msprobe_megatron.record.slots import clone_to_host
 from msprobe_megatron.record.tensors import HostBuffers, TensorPack, TensorPacks
 
@@ -104,3 +106,25 @@ def test_a_dropped_pack_gives_its_buffer_back():
     pack.add("0:0", torch.ones(4), pack.copied(torch.ones(4)))
     pack.drop(counts)
     assert len(buffers._free) == 1 and counts.tensors_dropped == 1
+
+
+def test_large_packs_are_begun_early_and_hold_what_they_should(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr("os.posix_fadvise", lambda file, first, length, advice: begun.append((first, length)))
+    kept = [torch.full((5 << 20,), n, dtype=torch.uint8) for n in range(5)]
+    folder = RunDirectory.create(tmp_path / "run")
+    packs = TensorPacks(clone_to_host, lambda pack: pack.write(folder, {"rank": 0}), pack_bytes=64 << 20)
+    keys = [packs.add(3, x) for x in kept]
+    packs.finish()
+    folder.close()
+    saved = load_file(tmp_path / "run/step_000003/rank_00000/tensors.safetensors")
+    assert all(torch.equal(saved[key], x) for key, x in zip(keys, kept, strict=True))
+    # Twice two tensors; the last is left to the sync.
+    (first, some), (second, more) = begun
+    assert first == 0 and second == some and more == 10 << 20
+
+
+def test_a_system_without_large_pages_has_small_ones(monkeypatch):
+    monkeypatch.delattr("mmap.MADV_HUGEPAGE", raising=False)
+    buffer = HostBuffers(1 << 12).take()
+    assert buffer.shape == (1 << 12,) and buffer.fill_(7).sum() == 7 << 12

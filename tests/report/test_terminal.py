@@ -35,7 +35,7 @@ COMPARISON = Comparison(
 )  # fmt: skip
 SUMMARY = Summary(
     *("run", 4, {"tp": 4}, {"torch": "2"}, [0], [0], 10, 1000),
-    [Line("layer 0 of a very long place", "grad_unreduced", 12, 120, 1.2345e-30, 2.3456e12, 0.5, 123456, False)],
+    [Line("layer 0 of a very long place", "grad_unreduced", 12, 120, 1.251e-30, 2.346e12, 0.5, 123456, False)],
     *({}, ["…" + "w" * 200]),
 )
 DIAGNOSIS = Diagnosis("run", [], 0, [Finding("alert", f"{NAME} … is odd", "certain", f"look at {NAME}")])
@@ -83,7 +83,7 @@ def test_lines_fit_and_are_coloured(monkeypatch, name, columns):
 @pytest.mark.parametrize("columns", [60, 100])
 def test_no_figure_is_cut_off(monkeypatch, columns):
     text = printed("summary", monkeypatch, columns)
-    assert all(figure in text for figure in ("1.234e-30", "2.346e+12", "123456"))
+    assert all(figure in text for figure in ("1.251e-30", "2.346e+12", "123456"))
     text = printed("compare", monkeypatch, columns)
     assert text.count("1.8e-01") == 3 and text.count("1.3e-06") == 3
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -66,7 +68,12 @@ def plain(iterations: int, extra: str = "", world: int = 1) -> list[dict[str, An
     return run_forked(world, train, flags(iterations, extra=extra))
 
 
-def started_quietly(argv: list[str]) -> int:
+_OPERATIONS = {"open", "os.rename", "os.mkdir", "os.link", "os.remove", "os.fsync"}
+
+
+def started_quietly(
+    argv: list[str], prepare_rank: Callable[[], None] | None = None, at_end: Callable[[], Any] = lambda: None
+) -> int:
     """Start the training in a process of its own, which says nothing; its id.
 
     It has the signal handlers of this process: by default SIGTERM ends it without a word, as SIGKILL does.
@@ -79,12 +86,40 @@ def started_quietly(argv: list[str]) -> int:
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
-            train(argv)
+            train(argv, prepare_rank)
+            at_end()
         except SystemExit as end:
             code = int(end.code or 0)
         finally:
             os._exit(code)
     return pid
+
+
+def killed_at_operation(argv: list[str], number: int | None, told: Path) -> int:
+    """Let the training kill itself at a file operation, or count them into `told` if `number` is None; how it ended.
+
+    A file that is opened, made, linked or renamed, a directory that is made, and every wait for the disk is one.
+    """
+    last = [0]
+
+    def prepare_rank() -> None:
+        count, fsync = itertools.count(1), os.fsync
+
+        def passed(event: str, args: Any = ()) -> None:
+            if event in _OPERATIONS:
+                last[0] = next(count)
+                if last[0] == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        def synced(descriptor: int) -> None:
+            passed("os.fsync")
+            fsync(descriptor)
+
+        os.fsync = synced
+        sys.addaudithook(passed)
+
+    pid = started_quietly(argv, prepare_rank, lambda: told.write_text(str(last[0])))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def killed_at_random(argv: list[str], seed: int, longest: float, how: int = signal.SIGKILL) -> int:

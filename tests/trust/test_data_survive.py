@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import os
+import random
 import resource
 import signal
 import time
@@ -14,12 +15,14 @@ import pytest
 from msprobe_megatron.analyse.load import RunError, open_run
 from msprobe_megatron.analyse.summary import summarise
 from tests.forked import RankFailed, run_forked
-from tests.trust.jobs import flags, killed_at_random, plain, probe_file, started_quietly
+from tests.trust.jobs import flags, killed_at_operation, killed_at_random, plain, probe_file, started_quietly
 
 pytestmark = pytest.mark.trust
 
 KILLS = int(os.environ.get("MSPROBE_KILLS", "20"))
+BY_CLOCK = KILLS // 4
 TERMS = max(3, KILLS // 5)
+PROBE = "dump: {level: L0, task: tensor}\nmonitor: {every: 2, alerts: [{rule: limit, threshold: 1.0e-9}]}\n"
 
 
 def readable(out, *, told=True):
@@ -49,15 +52,35 @@ def longest(tmp_path_factory):
     return 2 * seconds
 
 
+def test_kill_at_random_file_operations_leaves_whole_files(tmp_path):
+    """Where it can hurt most: between any two steps of making a file."""
+
+    def argv(folder):
+        folder.mkdir()
+        return flags(4, probe_file(folder, PROBE), folder / "out")
+
+    assert killed_at_operation(argv(tmp_path / "all"), None, tmp_path / "count") == 0
+    operations = int((tmp_path / "count").read_text())
+    ends, found = [], []
+    for number in range(KILLS - BY_CLOCK):
+        folder = tmp_path / str(number)
+        chosen = random.Random(number).randint(1, operations)
+        ends.append(killed_at_operation(argv(folder), chosen, tmp_path / "count"))
+        found.append(len(readable(folder / "out", told=ends[-1] != 0)))
+    killed = ends.count(-signal.SIGKILL)
+    print(f"{killed} kills at file operations survived, of {operations}; steps found: {sorted(found)}")
+    assert killed >= 0.8 * len(ends) and set(ends) <= {0, -signal.SIGKILL}  # the last few may never come
+    assert len(set(found)) > 2, found
+
+
 def test_kill_at_random_moments_leaves_whole_files(tmp_path, longest):
     found = []
-    for number in range(KILLS):
+    for number in range(BY_CLOCK):
         folder = tmp_path / str(number)
         folder.mkdir()
         killed_at_random(flags(4000, probe_file(folder), folder / "out"), seed=number, longest=longest)
         found.append(len(readable(folder / "out")))
-    print(f"{KILLS} kills survived; steps found: {sorted(found)}")
-    assert max(found) > 0, found
+    print(f"{BY_CLOCK} kills at random moments survived; steps found: {sorted(found)}")
 
 
 def test_sigterm_leaves_whole_files(tmp_path, longest):

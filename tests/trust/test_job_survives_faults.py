@@ -126,6 +126,32 @@ def test_a_fault_in_every_alert_rule(tmp_path, expected, capsys):
     assert capsys.readouterr().out.count("injected") >= 1
 
 
+def arm_with_a_broken_parser(config, strict):
+    from msprobe_megatron import arming
+    from msprobe_megatron.arguments import Flags
+
+    break_at(FaultPoint("config.load:validate"))
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            armed = arming.arm(Flags(config=config, output=None, strict=strict))
+        except KeyError as error:
+            return {"config": "raised", "stderr": str(error)}
+    return {"config": str(armed.config), "stderr": said.getvalue()}
+
+
+def test_a_fault_in_the_parser_of_the_probe_file(tmp_path):
+    """`-m msprobe_megatron.run` goes on to train, with one line; a file that is wrong is refused all the same."""
+    config = str(probe_file(tmp_path))
+    (found,) = run_forked(1, arm_with_a_broken_parser, config, False)
+    assert found["config"] == "None"
+    assert (
+        found["stderr"] == f"msprobe: {config} could not be read: KeyError: 'injected'; training goes on unobserved\n"
+    )
+    (found,) = run_forked(1, arm_with_a_broken_parser, config, True)
+    assert found["config"] == "raised" and "injected" in found["stderr"]
+
+
 class Unprintable(Exception):
     def __str__(self):
         raise MemoryError

@@ -1,6 +1,7 @@
-"""msprobe dumps, recipes' overlays and probe files from strangers: our own error or an answer, and no write outside.
+"""msprobe dumps, recipes' overlays, control files and probe files from strangers: our own error or an answer.
 
-A fixed number of inputs in CI; `scripts/fuzz.sh` goes on with new ones for as long as it is told to.
+Nothing is written outside. A fixed number of inputs in CI; `scripts/fuzz.sh` goes on with new ones for as long as it is
+told to.
 """
 
 import json
@@ -18,10 +19,13 @@ from hypothesis import strategies as st
 from msprobe_megatron import overlays
 from msprobe_megatron.cli import main
 from msprobe_megatron.config.errors import ConfigError
+from msprobe_megatron.config.selection import RankSelection
+from msprobe_megatron.control import Control
+from msprobe_megatron.topology.coordinates import Coordinates
+from tests.trust.damage import CASES
 
 pytestmark = pytest.mark.trust
 
-CASES = int(os.environ.get("MSPROBE_FUZZ_CASES", "60"))
 TRIED = []
 EVIL = [
     "../../up",
@@ -221,6 +225,31 @@ def _either():
     import contextlib
 
     return contextlib.suppress(ConfigError)
+
+
+# Control files: whoever may write into the run directory, in a job that must not notice.
+
+orders = st.one_of(
+    st.dictionaries(st.sampled_from(["steps", "next", "level", "dump", "monitor", "other"]), values, max_size=4),
+    st.fixed_dictionaries({"steps": st.sampled_from(["1-3", "0-10/2", "7-", "9" * 5000, "all", 3, [1, "2-4"]])}),
+    values,
+)
+
+
+@fuzz()
+@given(st.one_of(orders.map(json.dumps), st.text(max_size=40), st.binary(max_size=80), st.just(deep(9000))))
+def test_control_files(content):
+    TRIED.append(1)
+    obeyed, said = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "control.json"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+        control = Control(Path(folder), Coordinates(), RankSelection(), lambda text, event: said.append(text))
+        told = control.tell(3, lambda order: obeyed.append(order) or True)
+        assert told == bool(obeyed) and len(said) == 1, "obeyed or refused, and said once"
+        assert told or "nothing changes" in said[0] and str(path) in said[0]
+        assert not control.tell(4, lambda order: True), "looked at once"
+        assert os.listdir(folder) == ["control.json"]
 
 
 def test_memory_is_not_taken_for_sizes_that_are_only_claimed(place, capsys):

@@ -142,8 +142,17 @@ class Spike(Rule):
             # Of few steps the deviation is itself uncertain, and there are thousands of series to be wrong about.
             deviations = self.alert.deviations * (1 + 2 * ENOUGH / np.maximum(usual.steps, 1))
             bound = np.maximum(ratios[chosen], deviations * usual.deviation)
+            # Of one microbatch a rank may see little: targets that are all in another rank's part of the vocabulary.
+            lower = self._one_sided(columns, chosen) & (logs < usual.median)
+            bound = np.where(lower, np.maximum(bound, -np.log(_VANISH)), bound)
             odd = (usual.steps >= _enough(self._history)) & (np.abs(logs - usual.median) > bound)
         return [_against_usual(int(chosen[i]), float(logs[i]), usual, int(i)) for i in np.flatnonzero(odd)]
+
+    def _one_sided(self, columns: Columns, chosen: Numbers) -> Flags:
+        """Gradients of single microbatches, where the probe file does not say how far is far."""
+        kind, path = columns["kind"][chosen], columns["path"][chosen]
+        single = (kind == "gradient") | ((kind == "grad_unreduced") & (path == "microbatch"))
+        return np.asarray(single & (self.alert.threshold is None), bool)
 
     def _ratios(self, losses: Flags) -> Floats:
         """How far is far, where the probe file does not say: a loss need not double to be a bad sign."""
