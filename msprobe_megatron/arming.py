@@ -18,7 +18,7 @@ from msprobe_megatron.arguments import Flags, from_command_line
 from msprobe_megatron.config import ProbeConfig
 from msprobe_megatron.fault_guard import REFUSALS
 from msprobe_megatron.importing import when_imported
-from msprobe_megatron.patching import PatchSet, declared
+from msprobe_megatron.patching import PatchSet, declared, host_version
 from msprobe_megatron.record.directory import RunDirectoryError, RunTaken
 from msprobe_megatron.topology.coordinates import environment_number, environment_rank
 
@@ -64,7 +64,7 @@ class Armed:
             atexit.unregister(self._never_attached)
             print(
                 f"msprobe [rank {environment_rank()}]: could not attach: {type(error).__name__}: {error};"
-                " training goes on unobserved",
+                f" training goes on unobserved (megatron-core: {host_version()})",
                 file=sys.stderr,
                 flush=True,
             )

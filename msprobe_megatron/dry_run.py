@@ -35,4 +35,6 @@ def installed_patches() -> tuple[list[dict[str, Any]], str]:
         found.apply()
     ledger = found.ledger()
     found.revert()
-    return ledger, f"patches on megatron-core {host_version()} (nothing stays patched)"
+    version = host_version()
+    found_what = "no megatron-core is installed here" if version == "not imported" else f"megatron-core {version}"
+    return ledger, f"patches on {found_what} (nothing stays patched)"

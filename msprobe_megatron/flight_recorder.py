@@ -223,7 +223,7 @@ class FlightRecorder(Part):
             event = {"event": "recorder", "rank": self._job.where.rank, "step": step, "reason": reason}
             self._job.directory.append_event({**event, "steps": steps, "text": text})
         if self._calls is not None and call:
-            self._calls.post(step, reason)
+            self._calls.post(min(step, batches[-1].step), reason)
         with contextlib.suppress(OSError, ValueError):
             print(f"msprobe [rank {self._job.where.rank}]: {text}", file=sys.stderr, flush=True)
 

@@ -20,7 +20,7 @@ from msprobe_megatron.analyse.recorded_inputs import RecordedInputs
 from msprobe_megatron.clock import Moment
 from msprobe_megatron.config import ConfigError, ReplayConfig
 from msprobe_megatron.parts import Job, Part
-from msprobe_megatron.sites.arguments import own_work
+from msprobe_megatron.sites.arguments import own_work, with_other_tensors
 from msprobe_megatron.sites.modules import parameter_names
 from msprobe_megatron.topology import names
 from msprobe_megatron.topology.activations import ChunkLayout, activation_spec
@@ -126,11 +126,12 @@ class Replaying(Part):
                 prefix = f"call{call}." if call else ""
                 with own_work():
                     named = [(parameters[i] if i < len(parameters) else str(i), value) for i, value in enumerate(args)]
-                    new = tuple(self._instead(entry, layout, prefix, name, value, moment) for name, value in named)
-                    more = {
-                        name: self._instead(entry, layout, prefix, name, value, moment)
-                        for name, value in kwargs.items()
-                    }
+
+                    def other(path: str, given: torch.Tensor) -> torch.Tensor:
+                        return self._instead(entry, layout, prefix, path, given, moment)
+
+                    new = tuple(with_other_tensors(value, name, other) for name, value in named)
+                    more = {name: with_other_tensors(value, name, other) for name, value in kwargs.items()}
                 return new, more
             except Exception as error:
                 self._job.fault(error, f"replay of {entry.name}")
@@ -139,11 +140,11 @@ class Replaying(Part):
         return hook
 
     def _instead(
-        self, entry: NamedModule, layout: ChunkLayout, prefix: str, path: str, given: Any, moment: Moment
-    ) -> Any:
+        self, entry: NamedModule, layout: ChunkLayout, prefix: str, path: str, given: torch.Tensor, moment: Moment
+    ) -> torch.Tensor:
         """The recorded tensor in place of the given one; the given one where nothing was recorded for it."""
         inputs = self._inputs
-        if inputs is None or not isinstance(given, torch.Tensor) or not inputs.has(entry.name, prefix + path):
+        if inputs is None or not inputs.has(entry.name, prefix + path):
             return given
         spec = activation_spec(entry, "input", path, given.dim(), layout)
         try:
@@ -161,7 +162,8 @@ class Replaying(Part):
         self.fed[entry.name] += 1
         recorded = part.to(device=given.device, dtype=given.dtype).contiguous()
         instead: Any = _Instead.apply
-        return instead(given, recorded) if given.requires_grad else recorded
+        replaced: torch.Tensor = instead(given, recorded) if given.requires_grad else recorded
+        return replaced
 
     def _samples(self, spec: ShardSpec, given: torch.Tensor, moment: Moment) -> tuple[int, int]:
         """How many samples the input holds, and the first of them in the global batch."""

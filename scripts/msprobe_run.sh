@@ -6,6 +6,8 @@
 #
 # Uses $MSPROBE_PYTHON, else the python on PATH; the kit must be installed in it. --help lists everything.
 
+# `sh scripts/msprobe_run.sh` works too.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 unset CDPATH
 scripts=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)

@@ -32,7 +32,9 @@ def disagreements(ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
     found.extend(f"{_ranks(odd)}: another probe file than the other ranks" for _, _, odd in _odd(probes))
     clocks = sorted(facts["clock"] for facts in own.values() if "clock" in facts)
     if clocks:
-        middle = clocks[len(clocks) // 2]
+        # Of two clocks nobody knows which is right: the lowest rank's is the one that logs show.
+        first = own[min(own)].get("clock", clocks[0])
+        middle = clocks[len(clocks) // 2] if len(clocks) > 2 else first
         odd = [rank for rank, facts in own.items() if abs(facts.get("clock", middle) - middle) > _APART]
         if odd:
             apart = max(abs(own[rank]["clock"] - middle) for rank in odd)

@@ -1,4 +1,4 @@
-"""Where the time of a variant goes: the functions of the kit in the training thread, and the writer thread as a whole.
+"""Where the time and the memory of a variant go: the functions of the kit that spend it, and the writer thread.
 
 For a line of a table that missed its target: the profile says what bounds it. Python's profiler makes small functions
 look dearer than they are, so that shares are given, not times; the writer's share is measured, not profiled. What a
@@ -11,7 +11,9 @@ import contextlib
 import cProfile
 import io
 import pstats
-from collections.abc import Mapping, Sequence
+import re
+import tracemalloc
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from msprobe_megatron.bench.workloads import WORKLOADS
 _PACKAGE = str(Path(__file__).parents[1])
 _WARM_UP, _STEPS, _STEPS_OF_LARGE = 2, 12, 3
 _LINES = 10
+_MEMORY = ("extra_bytes", "memory_ratio", "peak_bytes")
 
 
 def profile(workload: Workload, variant: Mapping[str, Any], line: Mapping[str, Any], out: Path) -> str:
@@ -31,31 +34,71 @@ def profile(workload: Workload, variant: Mapping[str, Any], line: Mapping[str, A
 
         print(profile(WORKLOADS["h64"], VARIANTS["L0"], result.as_dict(), Path("bench_out")))
     """
+    watched = cProfile.Profile()
+    last = _WARM_UP + (_STEPS if line["median_s"] < 0.1 else _STEPS_OF_LARGE)  # noqa: PLR2004
+
+    def after(iteration: int, session: Any) -> None:
+        if iteration == _WARM_UP:  # caches are filled
+            watched.enable()
+        elif iteration == last:
+            watched.disable()
+
+    _train(workload, variant, out / _folder("profile", line), last + 1, after)
+    return text(pstats.Stats(watched), line)
+
+
+def memory_profile(workload: Workload, variant: Mapping[str, Any], line: Mapping[str, Any], out: Path) -> str:
+    """A short text: what Python holds for the kit between steps, by the module that asked for it, largest first.
+
+    Example::
+
+        print(memory_profile(WORKLOADS["h64"], VARIANTS["L0"], result.as_dict(), Path("bench_out")))
+    """
+    held: dict[str, int] = {}
+
+    def after(iteration: int, session: Any) -> None:
+        if iteration != _WARM_UP:
+            return
+        session.writer.flush()
+        for found in tracemalloc.take_snapshot().statistics("filename"):
+            where = _place(found.traceback[0].filename) or "the rest"
+            held[where] = held.get(where, 0) + found.size
+        tracemalloc.stop()
+
+    tracemalloc.start()
+    try:
+        _train(workload, variant, out / _folder("memory", line), _WARM_UP + 1, after)
+    finally:
+        tracemalloc.stop()
+    total = sum(held.values()) or 1
+    largest = sorted(held.items(), key=lambda item: -item[1])[:_LINES]
+    shares = ", ".join(f"`{name}` {size / total:.0%}" for name, size in largest)
+    return f"{line['name']}: Python holds {total / 2**20:.0f} MiB more than before the job: {shares}."
+
+
+def _folder(kind: str, line: Mapping[str, Any]) -> str:
+    return f"{kind}_{re.sub(r'[^A-Za-z0-9]+', '_', str(line['name']))}"
+
+
+def _train(
+    workload: Workload, variant: Mapping[str, Any], out: Path, steps: int, after: Callable[[int, Any], None]
+) -> None:
+    """Train the workload with the variant laid over it; `after` is called with each step's number and the session."""
     from msprobe_megatron import attach
     from msprobe_megatron.config import Overrides, from_document
     from msprobe_megatron.demo.pretrain_gpt import run
     from msprobe_megatron.demo.train import Callbacks
 
-    watched = cProfile.Profile()
     sessions: list[Any] = []
-    last = _WARM_UP + (_STEPS if line["median_s"] < 0.1 else _STEPS_OF_LARGE)  # noqa: PLR2004
 
     def ready(chunks: Any, optimizer: Any) -> None:
-        folder = out / f"profile_{str(line['name']).replace(':', '_').replace('+', '_')}"
-        config = from_document(dict(variant), "bench", Overrides(output=str(folder)))
+        config = from_document(dict(variant), "bench", Overrides(output=str(out)))
         sessions.append(attach(chunks, optimizer, config, step=0))
 
-    def after(step: Any) -> None:
-        if step.iteration == _WARM_UP:  # caches are filled
-            watched.enable()
-        elif step.iteration == last:
-            watched.disable()
-
-    flags = [*workload.flags.split(), "--train-iters", str(last + 1), "--log-interval", "1000000000"]
+    flags = [*workload.flags.split(), "--train-iters", str(steps), "--log-interval", "1000000000"]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run(flags, Callbacks(ready=ready, step=after))
+        run(flags, Callbacks(ready=ready, step=lambda step: after(step.iteration, sessions[0])))
         sessions[0].close()
-    return text(pstats.Stats(watched), line)
 
 
 def text(stats: pstats.Stats, line: Mapping[str, Any]) -> str:
@@ -109,12 +152,17 @@ def profiles(bench: Any, lines: Sequence[Mapping[str, Any]], out: Path, progress
 
     Example: ``profiles(msprobe_megatron.bench.dump, lines, Path("bench_out"))``.
     """
-    missed = {verdict.name for verdict in verdicts(lines) if not verdict.met}
+    missed: dict[str, set[bool]] = {}
+    for verdict in verdicts(lines):
+        if not verdict.met:
+            missed.setdefault(verdict.name, set()).add(verdict.figure in _MEMORY)
     found = []
     for line in lines:
-        if line["name"] in missed and (job := _job(bench, str(line["name"]))) is not None:
-            progress(f"profile: {line['name']}")
-            found.append(profile(*job, line, out))
+        name = str(line["name"])
+        if name not in missed or (job := _job(bench, name)) is None:
+            continue
+        progress(f"profile: {name}")
+        found += [(memory_profile if memory else profile)(*job, line, out) for memory in sorted(missed[name])]
     return found
 
 

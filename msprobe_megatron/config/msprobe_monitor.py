@@ -154,7 +154,7 @@ def _format(draft: Draft, node: Node) -> None:
         raise refusal(node, "something must be written; leave it out and read the Parquet files")
     draft.put("monitor.format", ["parquet"] if name == "csv" else ["parquet", "tensorboard"], node.path)
     if name == "csv":
-        draft.note(node.path, "csv is made from the Parquet files by msprobe-megatron export RUN --format csv")
+        draft.note(node.path, "csv is made from the Parquet files by msprobe-megatron export RUN --format monitor-csv")
 
 
 def _ops(node: Node) -> object:

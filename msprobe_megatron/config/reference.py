@@ -12,6 +12,7 @@ from typing import Any
 
 from msprobe_megatron.config import schema
 from msprobe_megatron.config.errors import ConfigError
+from msprobe_megatron.config.meanings import MEANINGS
 from msprobe_megatron.config.node import Context, Node
 from msprobe_megatron.config.selection import RankSelection, StepSelection
 from msprobe_megatron.config.sizes import format_size
@@ -66,11 +67,13 @@ def _meaning(section: type) -> str:
 
 
 def _table(section: type, readers: Any) -> str:
-    lines = ["| key | default | accepted |", "|---|---|---|"]
+    lines = ["| key | default | accepted | meaning | example |", "|---|---|---|---|---|"]
     fields = {field.name: field for field in dataclasses.fields(section)}
     for key, reader in readers.items():
         default = _default(fields[key], key) if key in fields else ""
-        lines.append(f"| `{key}` | {default} | {_cell(_accepted(key, reader))} |")
+        meaning, example = MEANINGS[section.__name__][key]
+        accepted = _cell(_accepted(key, reader))
+        lines.append(f"| `{key}` | {default} | {accepted} | {_cell(meaning)} | `{_cell(f'{key}: {example}')}` |")
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from msprobe_megatron.measure.measurer import Measurer
 from msprobe_megatron.measure.once import SeenTensors, key_of
 from msprobe_megatron.record.batches import SitesFile, StepBatch
 from msprobe_megatron.record.records_file import RecordsFile
-from msprobe_megatron.record.sightings import Sighting
+from msprobe_megatron.record.sightings import Sightings
 from msprobe_megatron.record.slots import SlotTable
 from msprobe_megatron.record.tensors import TensorPacks
 from msprobe_megatron.topology.coordinates import Coordinates
@@ -28,8 +28,6 @@ from msprobe_megatron.topology.layers import layer_of
 from msprobe_megatron.topology.places import Layout, Place
 
 _LOCAL = '{"digest": "local"}'  # numbered within the shard: such a digest does not add up with others
-# Made a thousand times a step: this skips the keyword handling of its class.
-_tuple: Callable[[type[Sighting], tuple[Any, ...]], Sighting] = tuple.__new__
 
 
 def _not_mine(tensor: torch.Tensor) -> int:
@@ -39,10 +37,11 @@ def _not_mine(tensor: torch.Tensor) -> int:
 class _Page:
     """What one step fills. A new one for each, so that a thread that outlives a step writes to nobody's."""
 
-    __slots__ = ("hashes", "look", "look_weights", "looks", "rows", "saved", "seen", "weights")
+    __slots__ = ("add", "hashes", "look", "look_weights", "looks", "rows", "saved", "seen", "weights")
 
     def __init__(self, new_look: Callable[[], Look] | None = None) -> None:
-        self.rows: list[Sighting] = []
+        self.rows = Sightings()
+        self.add = self.rows.add
         self.seen = SeenTensors()
         self.weights = SeenTensors()  # nothing but the optimizer changes them: measured and saved once a step
         # The same two in one compiled call, for what it can read.
@@ -141,7 +140,7 @@ class DumpProbe:
         if page is not self._page:
             self.late += 1  # a thread of the host went on while the step ended: its slot is another's by now
             return
-        page.rows.append(_tuple(Sighting, (seq, microbatch, phase, place, layout, name, slot, extra, key)))
+        page.add((seq, microbatch, phase, place, layout, name, slot, extra, key))
 
     def _in_full(
         self, place: Place, layout: Layout, tensor: torch.Tensor, page: _Page
@@ -230,7 +229,7 @@ class DumpProbe:
         # Before the slots are sealed: whoever notes a row on this page took its slot while the page was open.
         page, self._page = self._page, _Page(self._looks)
         rows = page.rows
-        self.fired.update([row.place.kind for row in rows])
+        self.fired.update([place.kind for place in rows.column("place")])
         if self._packs is not None:
             self._packs.finish()
         only = self._config.task == "nonfinite"

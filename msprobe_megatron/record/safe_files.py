@@ -90,16 +90,17 @@ def open_directory(name: str, above: int, where: str) -> int:
 
         descriptor = open_directory("ranks", root, "probe_out/ranks")
     """
-    made = False
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(name, DIRECTORY_MODE, dir_fd=above)
-        made = True
     try:
-        if made:
+        with contextlib.suppress(FileNotFoundError):  # most are there already
+            return os.open(name, _OPEN_DIRECTORY, dir_fd=above)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, DIRECTORY_MODE, dir_fd=above)
             _undo_umask(name, above)
             sync(above)
         return os.open(name, _OPEN_DIRECTORY, dir_fd=above)
     except OSError as error:
+        if not _exists(name, above):
+            raise
         mode = os.stat(name, dir_fd=above, follow_symlinks=False).st_mode
         if stat.S_ISLNK(mode):
             advice = "is a symbolic link, which is not followed; remove it or name its target"
@@ -108,6 +109,14 @@ def open_directory(name: str, above: int, where: str) -> int:
         else:
             raise
         raise RunDirectoryError(f"{where}: {advice}") from error
+
+
+def _exists(name: str, above: int) -> bool:
+    try:
+        os.stat(name, dir_fd=above, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 def _undo_umask(name: str, above: int) -> None:

@@ -15,11 +15,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from msprobe_megatron.record.schema import COUNT_COLUMNS, FLOAT_COLUMNS, IDENTITY_COLUMNS, Row, arrow_schema
-from msprobe_megatron.record.sightings import Sighting, rows_of
+from msprobe_megatron.record.sightings import Sighting, cells_of
 
 _FROM_ROW = frozenset(Row._fields) - {"slot", "site"}
 _SCHEMA = arrow_schema()
-_MOST_ROWS = 20_000
+_MOST_ROWS = 100_000
 
 
 class Columns:
@@ -41,15 +41,14 @@ class Columns:
         self, rows: Sequence[Sighting | Row], identity: Mapping[str, int]
     ) -> tuple[dict[str, pa.Array], npt.NDArray[np.int64]]:
         """Arrays by name, and the slot of each row."""
-        # Equal rows are mostly the very same objects, which Python compares first.
         if self._rows is None or rows != self._rows or identity != self._identity:
-            self._make(rows_of(rows), identity)
+            self._make(rows, identity)
             # To keep the rows of a large step would cost more memory than making its columns costs time.
             self._rows, self._identity = rows if len(rows) <= _MOST_ROWS else None, dict(identity)
         return self._arrays, self._slot
 
-    def _make(self, rows: Sequence[Row], identity: Mapping[str, int]) -> None:
-        cells = dict(zip(Row._fields, zip(*rows, strict=True), strict=True))
+    def _make(self, rows: Sequence[Sighting | Row], identity: Mapping[str, int]) -> None:
+        cells = cells_of(rows)
         columns: dict[str, Any] = {name: cells[name] for name in _FROM_ROW}
         for name in IDENTITY_COLUMNS:
             columns[name] = np.full(len(rows), identity[name], np.int32 if name == "rank" else np.int16)

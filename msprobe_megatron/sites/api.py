@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from msprobe_megatron.clock import Clock, Moment, inside_backward
 from msprobe_megatron.sites import mode_stack
 from msprobe_megatron.sites.api_edges import Shares, Sources, links, now, sources_of
-from msprobe_megatron.sites.api_names import name_of
+from msprobe_megatron.sites.api_names import Names, name_of
 from msprobe_megatron.sites.arguments import Found, find_tensors, own_work
 from msprobe_megatron.sites.compiled_regions import CompiledRegions
 from msprobe_megatron.sites.frames import ModuleFrames, Running
@@ -253,34 +253,46 @@ class ApiSite:
         for node in {**given, **asked}:
             here, there = given.get(node, []), asked.get(node, [])
             if here or there:
-                node.register_hook(self._gradients(here, there, moment))
+                node.register_hook(_Arrived(self, here, there, moment))
 
-    def _gradients(
-        self, given: list[tuple[int, Place]], asked: list[tuple[int, Place, Shares | None]], moment: Moment
-    ) -> Callable[[Any, Any], None]:
-        this_round, microbatch = self._round, moment.microbatch
-        see = self._sink.see
 
-        def hook(grad_inputs: Any, grad_outputs: Any) -> None:
-            if not self.active or self._round != this_round:
-                return
-            try:
-                self._clock.backward_moment = moment
-                with own_work():
-                    for index, place in given:
-                        gradient = grad_outputs[index] if index < len(grad_outputs) else None
-                        if gradient is not None:
-                            see(place, gradient, microbatch, "backward")
-                    for index, place, shares in asked:
-                        gradient = grad_inputs[index] if index < len(grad_inputs) else None
-                        if shares is not None:
-                            gradient = shares.add(gradient)
-                        if gradient is not None:
-                            see(place, gradient, microbatch, "backward")
-            except Exception as error:
-                self._fault(error, "gradients of an API call")
+class _Arrived:
+    """The hook of a node: tells of the gradients that come to it and go from it for one call.
 
-        return hook
+    An object and not a function with a closure, which would be seven more for the garbage collector to visit.
+    """
+
+    __slots__ = ("asked", "given", "moment", "round", "site")
+
+    def __init__(
+        self,
+        site: ApiSite,
+        given: list[tuple[int, Place]],
+        asked: list[tuple[int, Place, Shares | None]],
+        moment: Moment,
+    ) -> None:
+        self.site, self.round, self.given, self.asked, self.moment = site, site._round, given, asked, moment
+
+    def __call__(self, grad_inputs: Any, grad_outputs: Any) -> None:
+        site = self.site
+        if not site.active or site._round != self.round:
+            return
+        try:
+            site._clock.backward_moment = self.moment
+            see, microbatch = site._sink.see, self.moment.microbatch
+            with own_work():
+                for index, place in self.given:
+                    gradient = grad_outputs[index] if index < len(grad_outputs) else None
+                    if gradient is not None:
+                        see(place, gradient, microbatch, "backward")
+                for index, place, shares in self.asked:
+                    gradient = grad_inputs[index] if index < len(grad_inputs) else None
+                    if shares is not None:
+                        gradient = shares.add(gradient)
+                    if gradient is not None:
+                        see(place, gradient, microbatch, "backward")
+        except Exception as error:
+            site._fault(error, "gradients of an API call")
 
 
 class _Mode(TorchFunctionMode):
@@ -289,15 +301,12 @@ class _Mode(TorchFunctionMode):
     def __init__(self, site: ApiSite) -> None:
         super().__init__()
         self._site = site
-        self._names: dict[Any, str | None] = {}
+        self._names = Names(site.name_of)
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        try:
-            name = self._names[function]
-        except KeyError:
-            name = self._names[function] = self._site.name_of(function)
+        name = self._names[function]
         if name is None or self._site._inside or not self._site.active:
             return function(*args, **kwargs) if kwargs else function(*args)
         return self._site.call(name, function, args, kwargs or {})

@@ -77,3 +77,22 @@ def name_of(function: Callable[..., Any], preset: str) -> str | None:
 def _own_name(function: Callable[..., Any]) -> str:
     module = getattr(function, "__module__", None) or "torch"
     return f"{module}.{getattr(function, '__qualname__', getattr(function, '__name__', repr(function)))}"
+
+
+class Names(dict[Any, str | None]):
+    """Names of functions, each asked for once; None for those that are left out.
+
+    Example::
+
+        names = Names(lambda function: name_of(function, "focus"))
+        names[torch.softmax]       # 'torch.softmax'
+    """
+
+    def __init__(self, ask: Callable[[Any], str | None]) -> None:
+        super().__init__()
+        self._ask = ask
+
+    def __missing__(self, function: Any) -> str | None:
+        """Called by a look-up that finds nothing."""
+        found = self[function] = self._ask(function)
+        return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -61,3 +62,29 @@ def named_arguments(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: 
         elif value is not None:
             find_tensors(value, name, found)
     return found
+
+
+def with_other_tensors(
+    value: Any, path: str, other: Callable[[str, torch.Tensor], torch.Tensor], depth: int = 0
+) -> Any:
+    """The value with each tensor inside of it, under the path that `find_tensors` gives it, replaced by another.
+
+    A container in which nothing is replaced stays itself.
+
+    Example::
+
+        with_other_tensors((x, {"a": y}), "pair", lambda path, tensor: 2 * tensor)     # "pair.0", "pair.1.a"
+    """
+    if isinstance(value, torch.Tensor):
+        return other(path, value)
+    if depth == _NESTING:
+        return value
+    if isinstance(value, dict):
+        items = {key: with_other_tensors(item, f"{path}.{key}", other, depth + 1) for key, item in value.items()}
+        return items if any(items[key] is not value[key] for key in value) else value
+    if isinstance(value, tuple | list):
+        parts = [with_other_tensors(item, f"{path}.{i}", other, depth + 1) for i, item in enumerate(value)]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from msprobe_megatron.clock import Clock, Moment, inside_backward
 from msprobe_megatron.sites import mode_stack
-from msprobe_megatron.sites.api_names import name_of
+from msprobe_megatron.sites.api_names import Names, name_of
 from msprobe_megatron.sites.compiled_regions import CompiledRegions
 from msprobe_megatron.sites.wrappers import put_on, take_off
 from msprobe_megatron.topology import names
@@ -142,6 +142,8 @@ class CallSite:
         Inside a call the mode is not on the stack, and inside backward the stack is a copy: it then sees nothing any
         more, is still kept out of compiled code, and goes when this is called again.
         """
+        if not (self.active or self._installed or self._handles):
+            return
         self.active = False
         for handle in self._handles:
             handle.remove()
@@ -257,16 +259,13 @@ class _Mode(TorchFunctionMode):
     def __init__(self, site: CallSite) -> None:
         super().__init__()
         self._site = site
-        self._names: dict[Any, str | None] = {}
+        self._names = Names(lambda function: name_of(function, site._preset))
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         try:
-            try:
-                name = self._names[function]
-            except KeyError:
-                name = self._names[function] = name_of(function, self._site._preset)
+            name = self._names[function]
             running = self._site.running() if name is not None and self._site.active else None
         except Exception as error:
             self._site._fault(error, "which call")

@@ -31,6 +31,16 @@ def test_clean_jobs_raise_no_alert(layout, tmp_path):
     assert not list(out.glob("step_*"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_clean_jobs_that_learn_faster_raise_no_alert(layout, tmp_path):
+    """With everything watched that a rule looks at."""
+    more = "monitor: {update: true, clipped: true, microbatch_gradients: true, "
+    fast = CALM.replace("3e-4", "1e-3")
+    out = job(tmp_path, layout, probe=PROBE.replace("monitor: {", more), more=fast, steps=24)
+    assert alerts(out) == []
+
+
 def test_loss_spike_names_the_microbatch_and_the_samples(tmp_path):
     probe = "monitor: {data: true, alerts: [{rule: spike, kinds: [loss]}]}\n"
     out = job(tmp_path, "dp2", "bad_batch", at=14, probe=probe, more="--lr 3e-3", steps=16)

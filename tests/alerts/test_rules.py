@@ -104,6 +104,8 @@ def test_spike_is_two_sided_and_not_blinded_by_a_nan(factor):
         ("grad_unreduced", "", 1 / 30, True),
         ("grad_reduced", "", 1 / 30, True),
         ("activation", "", 1 / 30, True),
+        ("update", "", 5.0, False),
+        ("update", "", 15.0, True),
     ],
 )
 def test_gradients_of_a_single_microbatch_may_be_small(kind, path, factor, fires):
@@ -111,6 +113,15 @@ def test_gradients_of_a_single_microbatch_may_be_small(kind, path, factor, fires
     for number in range(30):
         assert not told(number, (row(kind=kind, path=path), 1 + 0.05 * noise.standard_normal(4)))
     assert bool(told(30, (row(kind=kind, path=path), np.full(4, factor)))) == fires
+
+
+@pytest.mark.parametrize("name", ["layers.0.mlp.router.weight", "mlp.experts.local_experts.1.linear_fc1.weight"])
+def test_what_learns_from_routed_tokens_may_change_more(name):
+    for factor, fires in ((15.0, False), (1 / 15, False), (60.0, True)):
+        told = Told(Alert("spike"))
+        for number in range(30):
+            told(number, (row(name, kind="grad_reduced"), np.ones(4)))
+        assert bool(told(30, (row(name, kind="grad_reduced"), np.full(4, factor)))) == fires
 
 
 def test_spike_waits_for_enough_values_and_follows_a_new_level():

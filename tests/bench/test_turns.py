@@ -145,3 +145,17 @@ def test_every_line_with_a_target_has_something_to_profile():
     assert _job(monitor, "plain_torch:h64:all") is None
     workload, variant = _job(layers, "L1: 192 layers over 24")
     assert "--num-layers 192" in workload.flags and variant == {"dump": {"level": "L1"}}
+
+
+def test_memory_that_is_missed_has_a_profile_of_memory(tmp_path):
+    line = {
+        "name": "h64:L0",
+        "ratio": 1.2,
+        "median_s": 0.02,
+        "extra_bytes": 5,
+        "target": 1.5,
+        "asked": {"extra_bytes": 4},
+    }
+    (found,) = profiles(dump, [line], tmp_path)
+    assert found.startswith("h64:L0: Python holds ")
+    assert "`topology/" in found

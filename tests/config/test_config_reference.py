@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
 from msprobe_megatron.config import schema
+from msprobe_megatron.config.meanings import MEANINGS
+from msprobe_megatron.config.node import Context, Node
 from msprobe_megatron.config.reference import reference
 from msprobe_megatron.config.validate import TABLES
 
@@ -34,6 +38,15 @@ def test_defaults_and_choices_are_those_of_the_schema():
     assert "| `level` | `L0` | L0, L1, mix, debug |" in text
     assert f"| `keep_steps` | `{schema.RecorderConfig().keep_steps}` |" in text
     assert "| `host_memory` | `2GiB` |" in text
+
+
+def test_every_key_has_a_meaning_and_an_example_that_its_reader_takes():
+    for section, readers in TABLES.items():
+        assert MEANINGS[section.__name__].keys() == readers.keys()
+        for key, (meaning, example) in MEANINGS[section.__name__].items():
+            assert len(meaning) > 10, key
+            value = yaml.safe_load(f"value: {example}")["value"]
+            readers[key](Node(value, key, Context("probe.yaml")))  # raises ConfigError where it is no example
 
 
 def test_no_file_is_a_sentence():

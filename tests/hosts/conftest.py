@@ -11,7 +11,8 @@ from tests.hosts.megatron_lm import Host
 VARIABLES = {
     "MEGATRON_LM_PATH": "the unedited pretrain_gpt.py of Megatron-LM",
     "MINDSPEED_PATH": "MindSpeed's own patch manager",
-    "MODELLINK_PATH": "ModelLink's own recipes",
+    "MODELLINK_PATH": "ModelLink's own recipes, started and trained",
+    "MINDSPEED_LLM_PATH": "MindSpeed-LLM's own recipes, started and trained",
 }
 
 

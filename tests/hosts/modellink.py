@@ -46,7 +46,7 @@ SMALLER: dict[str, dict[str, object]] = {
 _PLACEHOLDER = re.compile(r'^([A-Z_]+)="?[\w.<>]+ [\w .<>]+"?$', re.MULTILINE)
 
 
-def filled_in(text: str, folder: Path) -> str:
+def filled_in(text: str, folder: Path, without: tuple[str, ...] = ()) -> str:
     """A recipe with what its user has to say: cards, port and paths; tensor parallel where it has no pipeline."""
     pipeline = (found := re.search(r"^PP=(\d+)", text, re.MULTILINE)) is not None and int(found[1]) > 1
     said: dict[str, object] = {"GPUS_PER_NODE": WORLD, "NPUS_PER_NODE": WORLD, "NNODES": 1, "NODE_RANK": 0}
@@ -56,16 +56,19 @@ def filled_in(text: str, folder: Path) -> str:
     text = _PLACEHOLDER.sub(lambda found: f'{found[1]}="{folder / found[1].lower()}"', text)
     for name, value in said.items():
         text = re.sub(rf"^{name}=.*$", f'{name}="{value}"', text, flags=re.MULTILINE)
-    # No data but the mock's; and the exchange inside the matmul is an operator that nothing stands in for.
-    return re.sub(r"^\s*--(?:data-path .*|use-mc2) *\\\n", "", text, flags=re.MULTILINE)
+    # No data but the mock's, and no operators that nothing stands in for.
+    flags = "|".join(("data-path .*", *without))
+    return re.sub(rf"^\s*--(?:{flags}) *\\\n", "", text, flags=re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Host:
-    """A checkout, and the name of its package."""
+    """A checkout, the name of its package, and flags for operators that only a device has."""
 
     checkout: Path
     package: str
+    # The exchange is inside the matmul.
+    without: tuple[str, ...] = ("use-mc2",)
 
     def environment(self) -> dict[str, str]:
         path = [str(self.checkout), *map(str, STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -96,7 +99,7 @@ class Host:
         """Run a recipe of the checkout to its end, from the checkout, as its README tells to."""
         folder.mkdir(parents=True)
         copy, overlay = folder / recipe.name, folder / "tiny.yaml"
-        copy.write_text(filled_in(recipe.read_text(), folder))
+        copy.write_text(filled_in(recipe.read_text(), folder, self.without))
         overlay.write_text(json.dumps({**TINY, "override": {**TINY["override"], **(more or {})}}))
         environment, out = self.environment(), folder / "out"
         command = ["bash", str(RUNNER), "--overlay", str(overlay), "--output", str(out), "--", str(copy)]

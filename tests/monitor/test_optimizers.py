@@ -77,6 +77,25 @@ def test_values_in_other_layouts(tmp_path, name):
     check_job(tmp_path, name, *SLOW[name])
 
 
+def losses(argv):
+    from msprobe_megatron.demo.pretrain_gpt import run
+    from tests.monitor import stand_ins
+
+    stand_ins.install_fused_adam() if "--use-precision-aware-optimizer" in argv else stand_ins.install_muon()
+    return run(argv).losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOBS)
+def test_watching_changes_no_bit(tmp_path, name):
+    (world, flags), config = JOBS[name], tmp_path / "probe.yaml"
+    config.write_text(WATCHED)
+    argv = f"{SHAPE} --train-iters 4 {flags}".split()
+    watched = [*argv, "--msprobe-config", str(config), "--msprobe-output", str(tmp_path / "out")]
+    assert run_forked(world, losses, argv) == run_forked(world, losses, watched)
+    assert rows_of(tmp_path / "out", 0)
+
+
 @pytest.mark.parametrize(
     ("flags", "missing"), [("--optimizer muon", "Emerging Optimizers"), (AWARE, "transformer_engine")]
 )

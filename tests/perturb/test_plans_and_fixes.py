@@ -166,6 +166,25 @@ def test_suspects_are_ranked_and_exported(tmp_path, capsys):
     assert (row["dtype"], row["shape"]) == ("torch.float32", "torch.Size([16, 2, 128])")
 
 
+def test_communication_is_left_alone_where_nothing_of_it_is_wanted(tmp_path):
+    """Perturb keeps no figures of tensors that an exchange could outdate; a dump beside it does."""
+    from msprobe_megatron import attach
+    from msprobe_megatron.sites.exchanges import WIRE
+
+    for more, listeners in (({}, 0), ({"dump": {"level": "L0"}}, 1)):
+        document = {"strict": True, "perturb": {"budget": "all"}, **more}
+        out = tmp_path / f"out{listeners}"
+        model, seen = Model(FP32), []
+        model.layers[0].register_forward_hook(lambda *_: seen.append(len(WIRE._listeners)))  # noqa: B023
+        session = attach(model, None, from_document(document, "test", Overrides(output=str(out))))
+        model(torch.randn(4, 2, 32)).sum().backward()
+        session.step()
+        session.close()
+        assert min(seen) >= listeners
+        assert listeners or set(seen) == {0}
+        assert WIRE._listeners == ()
+
+
 def test_a_clean_run_has_no_suspects(tmp_path, capsys):
     train(Model(FP32), {"budget": "all"}, tmp_path / "out")
     capsys.readouterr()

@@ -49,6 +49,14 @@ def test_a_recipe_is_routed_through_the_kit(bench, text):
     assert str(SHIMS) not in call.environment["PATH"]
 
 
+def test_the_runner_started_with_sh(bench):
+    words = ["sh", str(RUNNER), "--config", "probe.yaml", "--", str(bench.recipe(PLAIN_SH)), "to a place"]
+    done = bench.call(words)
+    assert done.returncode == 0, done.stderr
+    (call,) = bench.called()
+    assert call.argv == [*WORDS, "--msprobe-config", str(bench.folder / "probe.yaml")]
+
+
 def test_from_another_directory(bench):
     recipe = bench.recipe(TORCHRUN)
     elsewhere = bench.folder / "else where"

@@ -42,10 +42,10 @@ def train(argv: list[str], fault: str, at: int) -> list[float]:
 
     def after(step: Any) -> None:
         steps[0] = step.iteration
-        if step.iteration == at and fault == "signal":
+        if step.iteration == at and (fault == "signal" or (fault == "signal to one" and last)):
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    if fault == "signal":
+    if fault.startswith("signal"):
         faulthandler.unregister(signal.SIGUSR1)
     callbacks = Callbacks(ready=ready, step=after)
     try:

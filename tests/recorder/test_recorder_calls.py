@@ -36,6 +36,16 @@ def test_an_alert_of_one_stage_leaves_the_steps_of_all_ranks(tmp_path, layout):
         assert ledger["kept"] == [7, 8, 9] and ledger["missed"] == 0 and ledger["notes"] == []
 
 
+def test_a_request_to_one_rank_is_one_to_all(tmp_path):
+    out = job(tmp_path, "tp2", "signal to one", steps=10)
+    run = open_run(out)
+    assert {rank: [step for step, holder, _ in run.files if holder == rank] for rank in (0, 1)} == {
+        rank: [3, 4, 5, 6] for rank in (0, 1)
+    }
+    told = {event["rank"]: event["reason"] for event in read_events(out) if event["event"] == "recorder"}
+    assert told == {1: "signal SIGUSR1", 0: "signal SIGUSR1 on rank 1"}
+
+
 def test_calls_reach_the_others_once():
     store = HashStore()
     first, second, third = (RecorderCalls(Path("run"), rank, store) for rank in range(3))

@@ -284,6 +284,33 @@ def test_paper_shows_every_tab(browser, pages):
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "screen"})
 
 
+def test_paper_is_light_whatever_the_screen_is(browser, pages):
+    load(browser, pages.page("healthy"))
+    browser.find_element("id", "theme").click()
+    theme = "return document.documentElement.getAttribute('data-theme')"
+    try:
+        assert browser.execute_script(theme) == "dark"
+        browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")
+        assert browser.execute_script(theme) == "light"
+        browser.execute_script("window.dispatchEvent(new Event('afterprint'))")
+        assert browser.execute_script(theme) == "dark"
+        shown = [s for s in browser.find_elements("css selector", "section.tab") if s.is_displayed()]
+        assert [s.get_attribute("id") for s in shown] == ["tab-overview"]
+    finally:
+        browser.find_element("id", "theme").click()
+
+
+@pytest.mark.parametrize("width", [1280, 1440])
+def test_nothing_is_wider_than_a_laptop(browser, pages, width):
+    load(browser, pages.page("diverged", "golden"))
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    for wanted in ("overview", "where", "when", "who", "versus", "findings", "log", "setup"):
+        tab(browser, wanted)
+        assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth"), wanted
+    assert quiet(browser)
+
+
 @pytest.mark.parametrize(("name", "golden"), [("healthy", ""), ("overflow", ""), ("diverged", "golden")])
 def test_pictures_are_made(browser, pages, tmp_path, name, golden):
     """Kept in $MSPROBE_PICTURES if that is set."""

@@ -116,3 +116,35 @@ def test_a_step_that_was_not_recorded_is_told(replayed):
     (facts,) = open_run(fed).ranks.values()
     assert facts["ledger"]["replay"]["fed"] == {}
     assert any("step 7" in text and "has steps [0]" in text for text in facts["ledger"]["not_happened"])
+
+
+def test_tensors_inside_of_arguments_are_replaced_under_the_paths_of_a_dump():
+    from typing import NamedTuple
+
+    import torch
+
+    from msprobe_megatron.sites.arguments import find_tensors, with_other_tensors
+
+    class Pair(NamedTuple):
+        left: torch.Tensor
+        right: object
+
+    x = [torch.full((2,), float(i)) for i in range(4)]
+    value = (x[0], {"a": [x[1], None], "b": "text"}, Pair(x[2], x[3]))
+    found, seen = [], []
+    find_tensors(value, "rotary", found)
+
+    def other(path, given):
+        seen.append((path, given))
+        return given + 10 if path in ("rotary.1.a.0", "rotary.2.0") else given
+
+    new = with_other_tensors(value, "rotary", other)
+    assert [path for path, _ in seen] == [path for path, _ in found]
+    assert all(a is b for (_, a), (_, b) in zip(seen, found, strict=True))
+    assert new[0] is x[0]
+    assert new[1]["a"][0].tolist() == [11.0, 11.0]
+    assert new[1]["b"] == "text"
+    assert isinstance(new[2], Pair)
+    assert (new[2].left.tolist(), new[2].right is x[3]) == ([12.0, 12.0], True)
+    assert value[1]["a"][0] is x[1], "what was given is not changed"
+    assert with_other_tensors(value, "", lambda path, given: given) is value

@@ -98,7 +98,7 @@ def started_quietly(
 def killed_at_operation(argv: list[str], number: int | None, told: Path) -> int:
     """Let the training kill itself at a file operation, or count them into `told` if `number` is None; how it ended.
 
-    A file that is opened, made, linked or renamed, a directory that is made, and every wait for the disk is one.
+    A file that is made, linked or renamed, a directory that is made, and every wait for the disk is one.
     """
     last = [0]
 
@@ -106,7 +106,8 @@ def killed_at_operation(argv: list[str], number: int | None, told: Path) -> int:
         count, fsync = itertools.count(1), os.fsync
 
         def passed(event: str, args: Any = ()) -> None:
-            if event in _OPERATIONS:
+            read_only = event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            if event in _OPERATIONS and not read_only:
                 last[0] = next(count)
                 if last[0] == number:
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -145,9 +145,8 @@ def test_a_fault_in_the_parser_of_the_probe_file(tmp_path):
     config = str(probe_file(tmp_path))
     (found,) = run_forked(1, arm_with_a_broken_parser, config, False)
     assert found["config"] == "None"
-    assert (
-        found["stderr"] == f"msprobe: {config} could not be read: KeyError: 'injected'; training goes on unobserved\n"
-    )
+    told = f"{config} could not be read: KeyError: 'injected'; training goes on unobserved"
+    assert found["stderr"] == f"msprobe: {told}\n"
     (found,) = run_forked(1, arm_with_a_broken_parser, config, True)
     assert found["config"] == "raised" and "injected" in found["stderr"]
 

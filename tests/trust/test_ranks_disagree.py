@@ -131,7 +131,7 @@ def train_on_another_clock(argv):
         time.time = lambda: now() + 86400
         time.gmtime = lambda *args, gmtime=time.gmtime: gmtime(*(args or (now() + 86400,)))
         host.versions = lambda: {**versions(), "msprobe_megatron": "0.0.1"}
-        time.sleep(3)
+        time.sleep(1)  # the lateness itself; nothing is judged by it
     return train_quietly(argv)
 
 
@@ -144,4 +144,4 @@ def test_a_late_joiner_with_another_clock_and_version(tmp_path):
     assert sorted((step, rank) for step, rank, _ in run.files) == [(s, r) for s in range(3) for r in range(2)]
     warnings = summarise(run).warnings
     assert any("msprobe_megatron 0.0.1" in text and "ranks [1]" in text for text in warnings)
-    assert any("clocks" in text and "86" in text for text in warnings)
+    assert any("clocks" in text and "86" in text and "ranks [1]" in text for text in warnings)

@@ -20,6 +20,11 @@ from msprobe_megatron.record.schema import Row
 ENOUGH = 8
 """Steps of a series that must have been seen before it is judged against them."""
 _SPIKE, _SPIKE_OF_LOSS, _VANISH = 2.0, 0.25, 1e-3
+# What is left of a gradient that is zero but for rounding is made as large as all others by Adam, or nearly so.
+_SPIKE_OF_UPDATE = 9.0
+# Which tokens a router sends where changes from step to step, and with it what experts and the router itself learn.
+_SPIKE_OF_ROUTED = 29.0
+_ROUTED = re.compile(r"(?:^|\.)(?:router|(?:local_)?experts)(?:\.|$)")
 _MOSTLY_ZERO = 0.99
 _REDUCED = ("grad_reduced", "grad_clipped")
 _GRADIENTS = ("gradient", "grad_unreduced", *_REDUCED)
@@ -126,14 +131,13 @@ class Spike(Rule):
     def __init__(self, alert: Alert, history: Steps) -> None:
         super().__init__(alert)
         self._history = history
+        self._known: tuple[Sequence[Row], Floats] | None = None
 
     def judge(self, step: Step) -> list[Hit]:
         """Every row whose size is further from the median, on the scale of logarithms, than both bounds."""
         columns = step.columns
         chosen = np.flatnonzero(step.chosen & columns.floating & ~np.isin(columns["name"], _SETTINGS))
-        losses = (columns["kind"] == "loss") & (columns["name"] != "grad_norm")
-        logs, ratios = columns.sizes, np.zeros(len(losses))
-        ratios[chosen] = self._ratios(losses[chosen])
+        logs, ratios = columns.sizes, self._ratios(columns.seen.rows)
         low, high = self._history.bounds(step.series[chosen])
         with np.errstate(invalid="ignore"):
             far = np.maximum(np.abs(logs[chosen] - low), np.abs(logs[chosen] - high)) > ratios[chosen]
@@ -154,11 +158,13 @@ class Spike(Rule):
         single = (kind == "gradient") | ((kind == "grad_unreduced") & (path == "microbatch"))
         return np.asarray(single & (self.alert.threshold is None), bool)
 
-    def _ratios(self, losses: Flags) -> Floats:
-        """How far is far, where the probe file does not say: a loss need not double to be a bad sign."""
-        if self.alert.threshold is not None:
-            return np.full(len(losses), np.log1p(self.alert.threshold))
-        return np.asarray(np.where(losses, np.log1p(_SPIKE_OF_LOSS), np.log1p(_SPIKE)), np.float64)
+    def _ratios(self, rows: Sequence[Row]) -> Floats:
+        """How far is far for each row, as a logarithm; the same for all of them where the probe file says it."""
+        if self._known is None or self._known[0] is not rows:
+            asked = self.alert.threshold
+            ratios = [asked if asked is not None else _usual_ratio(row) for row in rows]
+            self._known = (rows, np.log1p(np.array(ratios, np.float64)))
+        return self._known[1]
 
 
 class Vanish(Rule):
@@ -251,6 +257,15 @@ def make_rule(alert: Alert, histories: dict[int, Steps]) -> Rule:
         **{"dead_expert": DeadExpert, "replica": Replica},
     }
     return simple[alert.rule](alert)
+
+
+def _usual_ratio(row: Row) -> float:
+    """By how much a row must be off to be a spike; a loss need not double to be a bad sign."""
+    if row.kind == "loss" and row.name != "grad_norm":
+        return _SPIKE_OF_LOSS
+    if row.kind in (*_GRADIENTS, "update") and _ROUTED.search(row.name):
+        return _SPIKE_OF_ROUTED
+    return _SPIKE_OF_UPDATE if row.kind == "update" else _SPIKE
 
 
 def _enough(history: Steps) -> int:

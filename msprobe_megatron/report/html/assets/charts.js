@@ -38,9 +38,12 @@ function lineChart(lines, options = {}) {
   const unit = log ? (v) => Math.log(v / low) / Math.log(high / low) : (v) => (v - low) / (high - low);
   const y = (v) => height - bottom - unit(v) * (height - top - bottom);
   const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": options.label || "trend by step" });
-  for (const v of log ? logTicks(low, high) : ticks(low, high, 4)) {
+  const marks = log ? logTicks(low, high) : ticks(low, high, 4);
+  // As many digits as it takes to tell the marks apart.
+  const digits = [3, 4, 5, 6, 7, 8].find((n) => new Set(marks.map((v) => num(v, n))).size === marks.length) || 8;
+  for (const v of marks) {
     svg.append(s("line", { class: "grid", x1: left, x2: width - right, y1: y(v), y2: y(v) }));
-    svg.append(s("text", { x: left - 7, y: y(v) + 4, "text-anchor": "end" }, num(v, 3)));
+    svg.append(s("text", { x: left - 7, y: y(v) + 4, "text-anchor": "end" }, num(v, digits)));
   }
   for (const v of ticks(first, last, 7).filter(Number.isInteger)) svg.append(s("text", { x: x(v), y: height - 8, "text-anchor": "middle" }, v));
   const badSteps = [...new Set(lines.flatMap((line) => line.steps.filter((_, i) => line.bad && at(line.bad, i) > 0)))];

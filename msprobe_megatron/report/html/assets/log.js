@@ -20,7 +20,7 @@ function setupTab() {
     body.forEach((row) => { row.style.display = row.getAttribute("data-row").includes(text) ? "" : "none"; });
   } });
   const probe = DATA.run.probe || {};
-  return h("div", { class: "columns" }, card("Training arguments", `${body.length} of them`, input, h("div", { class: "long" }, table([{ title: "argument" }, { title: "value" }], body))),
+  return h("div", { class: "columns" }, card("Training arguments", `${body.length} of them`, input, table([{ title: "argument" }, { title: "value" }], body)),
     h("div", { class: "stack", css: { "align-content": "start" } }, card("Versions", null, table([{ title: "what" }, { title: "version" }], pairs({ ...DATA.run.versions, ...sourceWords(DATA.run.sources) }), { id: "versions" })),
       card("Environment", "variables that can change what is computed or how ranks talk", table([{ title: "variable" }, { title: "value" }], pairs(DATA.run.environment), { id: "environment" })),
       card("Layout", null, table([{ title: "axis" }, { title: "size" }], pairs(DATA.run.sizes))),

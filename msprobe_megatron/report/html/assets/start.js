@@ -32,8 +32,10 @@ function start() {
   show("overview");
   window.addEventListener("resize", () => redraws.forEach((draw) => draw()));
   // Hidden tabs are visible on paper: their canvases get a size just before.
-  window.addEventListener("beforeprint", () => { document.querySelectorAll("section.tab").forEach((tab) => tab.classList.add("on")); redraws.forEach((draw) => draw()); });
-  window.addEventListener("afterprint", () => { const open = document.querySelector('nav [aria-selected="true"]'); show(open.id.replace("button-", "")); });
+  let shown = "light";
+  // Paper is white: dark colours would be pale on it.
+  window.addEventListener("beforeprint", () => { shown = document.documentElement.getAttribute("data-theme"); setTheme("light", false); document.querySelectorAll("section.tab").forEach((tab) => tab.classList.add("on")); redraws.forEach((draw) => draw()); });
+  window.addEventListener("afterprint", () => { setTheme(shown, false); const open = document.querySelector('nav [aria-selected="true"]'); show(open.id.replace("button-", "")); });
   document.documentElement.setAttribute("data-ready", "true");
 }
 start();

@@ -46,8 +46,11 @@ function whoTab() {
     ranks.sort((a, b) => AXES.slice().reverse().map((axis) => (a[axis] || 0) - (b[axis] || 0)).find((d) => d) || a.rank - b.rank);
     return h("div", { class: "stage-row" }, h("div", { class: "sub" }, `pipeline stage ${pp}`), h("div", { class: "grid-ranks", css: { "grid-template-columns": `repeat(auto-fill, minmax(${width}px, 1fr))` } }, ranks.map((rank) => rankCard(rank, odd))));
   });
+  // Among a thousand cells a red one is lost.
+  const told = [["hold non-finite values", DATA.ranks.filter((rank) => rank.bad)], ["differ from their replicas", DATA.ranks.filter((rank) => odd.has(rank.rank))], ["had a fault", DATA.ranks.filter((rank) => rank.faults.length)], ["recorded nothing", TENSORS.length ? DATA.ranks.filter((rank) => !rank.rows) : []]]
+    .filter(([, ranks]) => ranks.length && DATA.ranks.length > MANY_RANKS).map(([words, ranks]) => h("p", { class: "bad-text" }, `${plural(ranks.length, "rank")} ${words}: ${span(ranks.map((rank) => rank.rank).sort((a, b) => a - b))}`));
   return h("div", { class: "stack" },
-    card("Ranks", `${plural(DATA.run.world || 1, "rank")}, ${layoutWords(DATA.run.sizes)}; each with its place on every axis${DATA.ranks.length < DATA.run.world ? `; the first ${DATA.ranks.length} are shown` : ""}`, rows),
+    card("Ranks", `${plural(DATA.run.world || 1, "rank")}, ${layoutWords(DATA.run.sizes)}; each with its place on every axis${DATA.ranks.length < DATA.run.world ? `; the first ${DATA.ranks.length} are shown` : ""}`, told, rows),
     replicasCard(), commCard(), heatCard("Ranks by step", "what each rank holds, shards as they are", DATA.heat.ranks, "rank", null));
 }
 // Of several values, the ranks that are outvoted; all of them when there is no majority.

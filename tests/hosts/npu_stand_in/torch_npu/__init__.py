@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from . import profiler, utils  # noqa: F401
+from . import _C, profiler, utils  # noqa: F401
 from .operators import (  # noqa: F401
     npu_apply_adam_w,
     npu_fusion_attention,
