@@ -52,9 +52,9 @@ class Armed:
         except CANNOT as error:
             # An elastic job that lost a node must not die because its first attempt left a record.
             restarted = environment_number("TORCHELASTIC_RESTART_COUNT") > 0
+            atexit.unregister(self._never_attached)
             if not (restarted and isinstance(error, RunTaken)) or self.config.strict:
                 refuse(error)
-            atexit.unregister(self._never_attached)
             if environment_rank() == 0:
                 print(f"msprobe: {error}; this is a restart: training goes on unobserved", file=sys.stderr, flush=True)
         except Exception as error:

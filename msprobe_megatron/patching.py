@@ -7,7 +7,6 @@ the record. The declarations live in the top-level ``patches/`` folder, one file
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import sys
@@ -142,8 +141,6 @@ def host_version() -> str:
     if "megatron.core" not in sys.modules:
         return "not imported"
     # 0.6 and 0.7 do not import it themselves.
-    with contextlib.suppress(ImportError):
-        importlib.import_module("megatron.core.package_info")
     return str(getattr(sys.modules.get("megatron.core.package_info"), "__version__", "unknown"))
 
 

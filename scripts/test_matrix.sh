@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Which Megatron works with this kit: runs the tests against other releases and prints the table of the README.
+# Which Megatron works with this kit: runs the tests against other releases; scripts/host_table.py keeps what it prints.
 #
 #     bash scripts/test_matrix.sh                                releases of megatron-core from PyPI
 #     bash scripts/test_matrix.sh 0.12.3 0.16.1                  only these

@@ -47,7 +47,10 @@ _EFFECTS: tuple[tuple[str, str], ...] = (
         "optimizer",
         r"optimizer|lr|lr_.*|min_lr|weight_decay.*|.*_wd_.*|clip_grad|adam_.*|sgd_.*|.*loss_scale.*|hysteresis",
     ),
-    ("precision", r"bf16|fp16|fp8.*|.*_in_fp32|params_dtype|.*dtype|fp32_.*|grad_reduce.*|main_.*_dtype"),
+    (
+        "precision",
+        r"bf16|fp16|fp8.*|.*_in_fp32|params_dtype|.*dtype|fp32_.*|grad_reduce.*|main_.*_dtype|.*precision_aware.*",
+    ),
     (
         "kernels",
         r".*fusion|use_flash_attn|transformer_impl|attention_backend|.*_fused.*|gradient_accumulation.*|deterministic.*|.*persist_.*",

@@ -13,7 +13,7 @@ _COMMON = f"{_LAYERS} {_LLAMA}"
 _SMALL = "--hidden-size 64 --num-attention-heads 4 --seq-length 32"
 
 WORKLOADS = {
-    "h64": Workload("h64", f"{_COMMON} {_SMALL}", 40, 3),
+    "h64": Workload("h64", f"{_COMMON} {_SMALL}", 30, 6),
     "h512": Workload("h512", f"{_COMMON} --hidden-size 512 --num-attention-heads 8 --seq-length 256 --bf16", 5, 2),
     "h1024": Workload("h1024", f"{_COMMON} --hidden-size 1024 --num-attention-heads 16 --seq-length 512", 6, 2),
 }

@@ -215,6 +215,7 @@ class DumpProbe:
             "no_room": self._slots.dropped,
             "late": self.late,
             "kernel": self._measure.kernel,
+            "look": "python" if self._looks is None else "compiled",
         }
 
     def memory_changed(self) -> None:

@@ -31,6 +31,8 @@ class Bar:
             console=self._console,
             transient=True,
             disable=not self._console.is_terminal,
+            # No thread that draws by itself: its time would be in the figures of what is measured.
+            auto_refresh=False,
             redirect_stdout=False,
             redirect_stderr=False,
         )
@@ -44,7 +46,7 @@ class Bar:
             self._part = part
             self._bar.remove_task(self._task)
             self._task = self._bar.add_task(text, total=None if share is None else 1.0)
-        self._bar.update(self._task, description=text, completed=share or 0.0)
+        self._bar.update(self._task, description=text, completed=share or 0.0, refresh=True)
 
     def __enter__(self) -> Bar:
         """Begin to show."""

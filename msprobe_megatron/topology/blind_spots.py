@@ -111,8 +111,8 @@ def reducers(chunks: Sequence[nn.Module]) -> list[str]:
     if not found:
         return []
     return [
-        f"torch DistributedDataParallel ({found[0]}): its all-reduces of gradients and broadcasts of buffers are made in"
-        " C++ and have no comm rows; the reduced gradients have rows"
+        f"torch DistributedDataParallel ({found[0]}): its all-reduces of gradients and broadcasts of buffers are made"
+        " in C++ and have no comm rows; the reduced gradients have rows"
     ]
 
 

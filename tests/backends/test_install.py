@@ -164,6 +164,11 @@ def test_compile_is_the_identity():
     assert isinstance(torch.jit.script(torch.nn.ReLU()), torch.jit.ScriptModule)
 
 
+def test_npu_is_a_device_too():
+    assert torch.zeros(2, device="npu").device.type == "cpu"
+    assert torch.ones(1).to("npu:0").device.type == "cpu"
+
+
 def test_integers_are_counted_as_devices_do():
     counted = torch.histc(torch.tensor([3, 1, 3, 0]), bins=4, min=0, max=3)
     assert counted.tolist() == [1, 1, 0, 2] and counted.dtype == torch.int64

@@ -44,13 +44,6 @@ def test_two_processes_through_the_command(tmp_path):
     assert (tmp_path / "dump_h64.md").read_text().startswith("| ")
 
 
-def test_nothing_of_that_name_is_said(tmp_path):
-    command = [sys.executable, "-m", "msprobe_megatron.cli", "bench", "dump", "--only", "h65", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "nothing is called 'h65'" in done.stderr
-
-
 def test_peak_memory_sees_what_is_gone():
     memory = PeakMemory()
     memory.reset()

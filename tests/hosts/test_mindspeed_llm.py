@@ -42,5 +42,5 @@ def test_training_prints_the_numbers_of_a_run_without_the_kit(mindspeed_llm, tmp
     plain = host.train(recipe, tmp_path / "plain", kit=False)
     probed = host.train(recipe, tmp_path / "probed", kit=True)
     assert sorted(plain.iterations) == [1, 2, 3], plain.tail()
-    assert probed.iterations == plain.iterations
+    assert probed.iterations == plain.iterations, probed.tail()
     check(tmp_path / "probed/out", probed)

@@ -1,6 +1,7 @@
 """ModelLink's own launch recipes, from a checkout given by MODELLINK_PATH: how each is started, and trained on CPU."""
 
 import json
+import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -73,7 +74,8 @@ def rows(out, step, rank):
 def check(out, probed):
     """Every rank recorded its steps whole, healthy, and every tensor says which part of the whole it is."""
     assert probed.code == 0, probed.tail()
-    assert sorted(probed.iterations) == [1, 2, 3], probed.tail()
+    # A step that fp16 skips is printed without a loss.
+    assert re.findall(r"iteration +(\d+)/ +3 \|", probed.output) == ["1", "2", "3"], probed.tail()
     microbatches = 4 // json.loads((out / "run.json").read_text())["sizes"]["dp"]
     for rank in range(WORLD):
         ledger = json.loads((out / f"ranks/rank_{rank:05d}.json").read_text())["ledger"]
@@ -96,7 +98,7 @@ def test_training_prints_the_numbers_of_a_run_without_the_kit(host, tmp_path, re
     plain = host.train(path, tmp_path / "plain", kit=False)
     probed = host.train(path, tmp_path / "probed", kit=True)
     assert sorted(plain.iterations) == [1, 2, 3], plain.tail()
-    assert probed.iterations == plain.iterations
+    assert probed.iterations == plain.iterations, probed.tail()
     check(tmp_path / "probed/out", probed)
     run = json.loads((tmp_path / "probed/out/run.json").read_text())
     assert run["versions"]["megatron-core"].startswith("0.6.")

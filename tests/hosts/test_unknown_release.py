@@ -19,7 +19,7 @@ TREE = {
     "pretrain_gpt.py": SCRIPT,
     "probe.yaml": "output: ./out\nsteps: [0]\ndump: {level: L0, task: statistics}\n",
     "megatron/core/package_info.py": "__version__ = '9.9.0'\n",
-    "megatron/core/__init__.py": "from megatron.core import parallel_state\n",
+    "megatron/core/__init__.py": "from megatron.core import package_info, parallel_state\n",
     "megatron/core/parallel_state.py": "def model_parallel_is_initialized():\n    return False\n",
     "megatron/core/pipeline_parallel/__init__.py": "",
     "megatron/core/pipeline_parallel/schedules.py": "def run_microbatches(batches):\n    pass\n",

@@ -41,5 +41,5 @@ def names_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return bool(device.type == "cuda")
     if isinstance(device, str):
-        return device.startswith("cuda")
+        return device.startswith(("cuda", "npu"))  # MindSpeed says the second
     return isinstance(device, int) and not isinstance(device, bool)
