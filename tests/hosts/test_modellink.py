@@ -87,7 +87,8 @@ def check(out, probed):
         # The norm of a latent key is not one of heads.
         assert {name for name, _ in unknown if not name.endswith("k_layernorm")} <= {"lm loss"}, unknown
     # The first steps of a job in fp16 overflow until the loss scale has come down.
-    findings = [finding.text for finding in diagnose(open_run(out)).findings if "non-finite" not in finding.text]
+    overflow = ("non_finite", "skipped_step")
+    findings = [finding.text for finding in diagnose(open_run(out)).findings if finding.what not in overflow]
     assert findings == []
 
 
@@ -105,7 +106,8 @@ def test_training_prints_the_numbers_of_a_run_without_the_kit(host, tmp_path, re
     assert run["sizes"]["pp"] == 2
 
 
-@pytest.mark.parametrize("name", OVERLAYS)
+# LLaMA2-7B is trained above.
+@pytest.mark.parametrize("name", [name for name in OVERLAYS if name != "modellink/llama2_7b"])
 def test_training_of_the_recipe_of_each_overlay(host, tmp_path, name):
     recipes = recipes_of(host.checkout, OVERLAYS[name])
     if not recipes:

@@ -80,14 +80,14 @@ FAULT_POINTS = {
     "recomputation": FaultPoint("parts:Parts.memory_changed", _MIX, RECOMPUTE, after=1),
     "collective": FaultPoint("parts:Parts.memory_changed", _MIX, TP2, world=2, after=9, rank=1),
     # Probe, measure, record.
-    "measure": FaultPoint("measure.measurer:Measurer.__call__", after=50),
+    "measure": FaultPoint("measure.measurer:Measurer.__call__", "dump: {level: L0, digest: true}", after=50),
     "slot": FaultPoint("record.slots:SlotTable.take", after=50),
     "end of a step": FaultPoint("probes.dump:DumpProbe.finish", after=1),
     "structure": FaultPoint("sites.modules:ModuleSite.structure", after=1),
-    "writer: rows": FaultPoint("record.batches:build_table", _MIX),
+    "writer: rows": FaultPoint("record.records_file:RecordsFile.content", _MIX),
     "writer: sites": FaultPoint("record.batches:SitesFile.write"),
     "writer: file": FaultPoint("record.directory:RunDirectory.write_table"),
-    "writer of one rank": FaultPoint("record.batches:build_table", _L1, TP2, world=2, rank=1),
+    "writer of one rank": FaultPoint("record.records_file:RecordsFile.content", _L1, TP2, world=2, rank=1),
     # Recorder and checks; a rank that is disarmed must not be waited for by the others.
     "recorder step": FaultPoint("flight_recorder:FlightRecorder._take", "recorder: {}", after=1),
     "recorder looks": FaultPoint("flight_recorder:FlightRecorder.look", "recorder: {}"),
