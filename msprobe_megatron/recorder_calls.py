@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from msprobe_megatron.bulletin import job_store
 
-AHEAD = 2
+AHEAD = 8
 """Steps that a rank may have gone on before it hears of a call: figures arrive late, and ranks are not in step."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from tests.forked import run_forked
 RECORDER = "recorder: {keep_steps: 4}\n"
 
 
-def train(argv: list[str], fault: str, at: int) -> list[float]:
-    """Train in this rank; at step `at` (from 0) the fault happens."""
+def train(argv: list[str], fault: str, at: int, pause: float = 0.0) -> list[float]:
+    """Train in this rank; at step `at` (from 0) the fault happens; `pause` seconds between steps, as long ones have."""
     import faulthandler
 
     from msprobe_megatron.demo.pretrain_gpt import run
@@ -42,6 +43,7 @@ def train(argv: list[str], fault: str, at: int) -> list[float]:
 
     def after(step: Any) -> None:
         steps[0] = step.iteration
+        time.sleep(pause)
         if step.iteration == at and (fault == "signal" or (fault == "signal to one" and last)):
             os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -54,7 +56,15 @@ def train(argv: list[str], fault: str, at: int) -> list[float]:
         return []
 
 
-def job(root: Path, layout: str, fault: str = "none", at: int = 7, probe: str = RECORDER, steps: int = 10) -> Path:
+def job(
+    root: Path,
+    layout: str,
+    fault: str = "none",
+    at: int = 7,
+    probe: str = RECORDER,
+    steps: int = 10,
+    pause: float = 0.0,
+) -> Path:
     """The run directory of a job."""
     out = root / f"{layout}_{fault}"
     config = root / f"{layout}_{fault}.yaml"
@@ -62,7 +72,7 @@ def job(root: Path, layout: str, fault: str = "none", at: int = 7, probe: str = 
     flags = flags_of("single", dropout=False) + LAYOUTS[layout].flags.split()
     flags += ["--train-iters", str(steps), "--no-check-for-nan-in-loss-and-grad"]
     flags += ["--msprobe-config", str(config), "--msprobe-output", str(out)]
-    run_forked(LAYOUTS[layout].world, train, flags, fault, at)
+    run_forked(LAYOUTS[layout].world, train, flags, fault, at, pause)
     return out
 
 

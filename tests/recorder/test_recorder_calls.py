@@ -21,7 +21,7 @@ recorder: {keep_steps: 3, on: [alert]}
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2_pp2"])
 def test_an_alert_of_one_stage_leaves_the_steps_of_all_ranks(tmp_path, layout):
-    out = job(tmp_path, layout, probe=PROBE, steps=10)
+    out = job(tmp_path, layout, probe=PROBE, steps=14, pause=0.05)
     alerted = {event["rank"] for event in read_events(out) if event["event"] == "alert"}
     ranks = set(range(2 if layout == "pp2" else 4))
     assert alerted and alerted < ranks, "every rank saw it by itself: the test shows nothing"
@@ -33,11 +33,11 @@ def test_an_alert_of_one_stage_leaves_the_steps_of_all_ranks(tmp_path, layout):
     assert all(told[rank].startswith("alert custom on rank") for rank in ranks - alerted)
     for rank in ranks:
         ledger = json.loads((out / f"ranks/rank_{rank:05d}.json").read_text())["ledger"]["recorder"]
-        assert ledger["kept"] == [7, 8, 9] and ledger["missed"] == 0 and ledger["notes"] == []
+        assert ledger["kept"] == [11, 12, 13] and ledger["missed"] == 0 and ledger["notes"] == []
 
 
 def test_a_request_to_one_rank_is_one_to_all(tmp_path):
-    out = job(tmp_path, "tp2", "signal to one", steps=10)
+    out = job(tmp_path, "tp2", "signal to one", steps=14, pause=0.05)
     run = open_run(out)
     assert {rank: [step for step, holder, _ in run.files if holder == rank] for rank in (0, 1)} == {
         rank: [3, 4, 5, 6] for rank in (0, 1)
