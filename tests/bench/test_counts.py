@@ -10,8 +10,8 @@ from torch import nn
 
 from msprobe_megatron import attach, native
 from msprobe_megatron.bench.counts import VARIANTS, Counting, hooks
-from msprobe_megatron.cli import main
 from msprobe_megatron.config import Overrides, from_document
+from tests.bench.forks import bench
 
 LAYERS, WIDTH = 6, 16
 # Modules that are called: six linears and the net. Each has an input, an output and a gradient of both; the net's input
@@ -116,11 +116,12 @@ def test_what_waits_and_what_is_allocated_is_seen():
     assert (waiting.waits(), waiting.allocations()) == (2, 1)
 
 
-def test_the_command_counts_the_same_for_megatron(tmp_path, capsys):
+def test_the_command_counts_the_same_for_megatron(tmp_path):
     if native.kernel() is None:
         pytest.skip("no compiler here: the torch twin needs operations")
-    assert main(["bench", "counts", "--json", "--out", str(tmp_path)]) == 0
-    lines = {line["name"]: line for line in json.loads(capsys.readouterr().out)["results"]}
+    code, text = bench("counts", "--json", "--out", str(tmp_path))
+    assert code == 0
+    lines = {line["name"]: line for line in json.loads(text)["results"]}
     assert set(lines) == set(VARIANTS)
     for name, line in lines.items():
         assert line["host_synchronisations"] <= (1 if name.startswith("dump") else 0)

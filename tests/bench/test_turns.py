@@ -19,6 +19,7 @@ from msprobe_megatron.bench.workloads import asked
 from msprobe_megatron.cli import main
 from msprobe_megatron.commands.bench import KEYS
 from msprobe_megatron.measure.stats import measure
+from tests.bench.forks import bench, forked
 
 
 def turns_of(tmp_path, variants, turns=4):
@@ -119,10 +120,11 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, capsys):
     assert str(tmp_path / "file") in capsys.readouterr().err
 
 
-def test_every_line_has_the_keys_and_a_second_call_may_use_the_same_place(tmp_path, capsys):
+def test_every_line_has_the_keys_and_a_second_call_may_use_the_same_place(tmp_path):
     for _ in range(2):
-        assert main(["bench", "counts", "--only", "monitor idle", "--json", "--out", str(tmp_path)]) == 0
-        report = json.loads(capsys.readouterr().out)
+        code, printed = bench("counts", "--only", "monitor idle", "--json", "--out", str(tmp_path))
+        assert code == 0
+        report = json.loads(printed)
     assert report["machine"]["cores"] >= 1
     assert all(set(KEYS) <= set(line) for line in report["results"])
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -135,13 +137,13 @@ def test_only_what_missed_is_profiled(tmp_path):
     line = {"name": "h64:L0", "ratio": 1.2, "training_ratio": 1.2, "median_s": 0.02, "microseconds": 4.0, "target": 1.5}
     met = {**line, "name": "h64:L1", "target": 4.0}
     assert profiles(dump, [line, met], tmp_path) == []
-    (found,) = profiles(dump, [{**line, "asked": {"microseconds": 3.0}}, met], tmp_path)
+    (found,) = forked(profiles, dump, [{**line, "asked": {"microseconds": 3.0}}, met], tmp_path)
     assert found.startswith("h64:L0: the writer thread 0% of what is added; of the training thread's part `")
 
 
 def test_every_line_with_a_target_has_something_to_profile():
-    for bench in (dump, monitor, perturb):
-        assert all(_job(bench, name) is not None for name in bench.TARGETS), bench
+    for one in (dump, monitor, perturb):
+        assert all(_job(one, name) is not None for name in one.TARGETS), one
     assert _job(monitor, "plain_torch:h64:all") is None
     workload, variant = _job(layers, "L1: 192 layers over 24")
     assert "--num-layers 192" in workload.flags and variant == {"dump": {"level": "L1"}}
@@ -156,6 +158,6 @@ def test_memory_that_is_missed_has_a_profile_of_memory(tmp_path):
         "target": 1.5,
         "asked": {"extra_bytes": 4},
     }
-    (found,) = profiles(dump, [line], tmp_path)
+    (found,) = forked(profiles, dump, [line], tmp_path)
     assert found.startswith("h64:L0: Python holds ")
     assert "`topology/" in found
