@@ -69,7 +69,7 @@ setup_processes
 python=$MSPROBE_PYTHON
 
 declare -A peers=()
-peer() { # version -> `found` is an interpreter that has it, or nothing
+peer() { # version -> "found" is an interpreter that has it, or nothing
     local folder=$out/peer_$1 variable=MSPROBE_PEER_${1//./_}
     found=${peers[$1]-${!variable-}}
     if [ -z "$found" ] && [ -z "${peers[$1]+known}" ]; then

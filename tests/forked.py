@@ -17,7 +17,6 @@ import importlib
 import os
 import selectors
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+
+from tests.ports import free_port
 
 # What a job imports anyway; done once here.
 _MODULES = (
@@ -91,7 +92,7 @@ class _Job:
         return self.directory / f"log_{rank}.txt"
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        port = _free_port()
+        port = free_port()
         sys.stdout.flush()
         sys.stderr.flush()
         for rank in range(self.world_size):
@@ -176,9 +177,3 @@ def _child(
         sys.stderr.flush()
         # Not sys.exit: what the parent registered to run at its end is not the rank's to run.
         os._exit(code)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.ports import free_port
 
 # What the script needs to run where there is no accelerator; the model is the smallest that has every part.
 _FLAGS = shlex.split("""
@@ -108,9 +109,3 @@ class Host:
             check=False,
         )
         return Finished.of(done.returncode, done.stdout)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.megatron_lm import Finished, free_port
+from tests.hosts.megatron_lm import Finished
+from tests.ports import free_port
 from tests.recipes.stub import RECIPES, RUNNER, SHIMS
 
 HERE = Path(__file__).parent
