@@ -110,7 +110,8 @@ def _nonfinite(values: Mapping[str, float]) -> str | None:
 def _moved(seen: Examined, values: Mapping[str, float], shown: dict[str, Any]) -> Verdict:
     """Rows that changed places gave other numbers: allowed are the few units of a reduction in another order."""
     size = math.sqrt(values["live_squares"] / max(values["elements"], 1))
-    apart = values["max_abs"] / (_EPS.get(seen.dtype, 2.0**-23) * size) if size else 0.0
+    unit = _EPS.get(seen.dtype, 2.0**-23) * size  # zero, where the size is hardly more
+    apart = values["max_abs"] / unit if unit else 0.0
     limit = shown["threshold"] = 4.0 * math.sqrt(seen.terms)
     return Verdict("changed" if apart > limit else "ok", _part(apart, limit), shown)
 
@@ -126,8 +127,9 @@ def _shown(seen: Examined, values: Mapping[str, float]) -> dict[str, Any]:
         "where": values["ref_where"] if values["ref_over"] > 1 else values["where"],
     }
     if min(values["dx_squares"], values["x_squares"], values["live_squares"]) > 0:
-        moved = math.sqrt(values["diff_squares"] / values["live_squares"])
-        shown["kappa"] = moved / math.sqrt(values["dx_squares"] / values["x_squares"])
+        # Roots first: the quotient of the squares of a tiny nudge is zero in floating point.
+        moved = math.sqrt(values["diff_squares"]) / math.sqrt(values["live_squares"])
+        shown["kappa"] = moved * (math.sqrt(values["x_squares"]) / math.sqrt(values["dx_squares"]))
     return {key: value for key, value in shown.items() if not math.isnan(value)}
 
 
