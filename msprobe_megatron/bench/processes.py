@@ -17,9 +17,10 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.bench.turns import Progress, Variants, Workload, silent
+from msprobe_megatron.bench.turns import BenchFailed, Progress, Variants, Workload, silent
 
 _PATIENCE_SECONDS = 1800
+_LAST_WORDS = 2000
 
 
 def measure_in_processes(
@@ -70,9 +71,14 @@ def run_ranks(command: Sequence[str], ranks: int, what: str) -> None:
     finally:
         for job in jobs:
             job.kill()
-    for job, text in zip(jobs, ends, strict=True):
-        if job.returncode:
-            raise RuntimeError(f"{what}: a process ended with {job.returncode}: {text[-2000:]}")
+    # All that failed: what most of them say is only that another one is gone.
+    failed = [
+        f"rank {rank} ended with {job.returncode}: {text[-_LAST_WORDS:]}"
+        for rank, (job, text) in enumerate(zip(jobs, ends, strict=True))
+        if job.returncode
+    ]
+    if failed:
+        raise BenchFailed(f"{what}: " + "\n".join(failed))
 
 
 def together(tables: list[list[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -138,7 +138,7 @@ class DumpProbe:
         dtype = tensor.dtype
         name = self._dtypes.get(dtype) or self._dtype_name(dtype)
         if page is not self._page:
-            self.late += 1  # a thread of the host went on while the step ended: its slot is another's by now
+            self.late += 1  # a thread of the host went on while the step ended: nobody knows whose its slot is
             return
         page.add((seq, microbatch, phase, place, layout, name, slot, extra, key))
 
@@ -227,16 +227,18 @@ class DumpProbe:
 
     def finish(self, complete: bool, sites: dict[str, Any]) -> StepBatch:
         """The step's rows, ready for the writer; the probe is empty again."""
-        # Before the slots are sealed: whoever notes a row on this page took its slot while the page was open.
-        page, self._page = self._page, _Page(self._looks)
+        # A page for nobody while the slots are sealed: a thread that goes on now takes a slot of this step or of the
+        # next, and no row of either may name it.
+        page, self._page = self._page, (nobodys := _Page())
+        slots = self._slots.seal()
+        self._page = _Page(self._looks)
+        self.late += len(nobodys.rows)
         rows = page.rows
         self.fired.update([place.kind for place in rows.column("place")])
         if self._packs is not None:
             self._packs.finish()
         only = self._config.task == "nonfinite"
-        return StepBatch(
-            self._clock.step, rows, self._slots.seal(), sites, complete, only, self._sites_file, self._records_file
-        )
+        return StepBatch(self._clock.step, rows, slots, sites, complete, only, self._sites_file, self._records_file)
 
 
 def _matcher(text: str) -> Callable[[str], bool]:

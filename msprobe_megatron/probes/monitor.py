@@ -81,7 +81,7 @@ class MonitorProbe:
         self.file = MonitorFile(config.every)
         self.unmeasured = 0
         self.late = 0
-        self._steps = 0
+        self._turn = 0  # even while a step is open, odd while it is being closed
 
     # What sites ask.
 
@@ -105,13 +105,13 @@ class MonitorProbe:
 
     def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
         """Measure a tensor, unless it was measured a moment ago."""
-        steps = self._steps
+        turn = self._turn
         key = key_of(tensor) if tensor.numel() >= _WORTH_REMEMBERING else None
         slot = self._seen.get(key) if key is not None else None
         if slot is None:
             slot = self._measured(tensor)
-            if steps != self._steps:
-                self.late += 1  # a thread of the host went on while the step ended: its slot is another's by now
+            if turn != self._turn or turn & 1:
+                self.late += 1  # a thread of the host went on while the step ended: nobody knows whose its slot is
                 return
             if slot >= 0:
                 self._seen.put(key, tensor, slot)
@@ -168,7 +168,7 @@ class MonitorProbe:
 
     def finish(self) -> MonitorBatch:
         """The step's rows, ready for the writer; the probe is ready for the next step."""
-        self._steps += 1
+        self._turn += 1
         if self._at < len(self._keys):
             self._part_from(self._at)
         self._seen.forget_all()
@@ -178,10 +178,12 @@ class MonitorProbe:
         self._counted = (rows, self._counted[1] + 1)
         values, self._values = self._values, []
         ratios, self._ratios = self._ratios, []
+        slots = self._slots.seal()
+        self._turn += 1
         return MonitorBatch(
             self._clock.step,
             rows,
-            self._slots.seal(),
+            slots,
             self.file,
             self._watchers,
             self._fault,

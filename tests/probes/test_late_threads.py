@@ -65,3 +65,45 @@ def test_a_measurement_that_ends_after_its_step(tmp_path, section, part, compile
     if part == "dump":  # the second step holds its own rows and no other's
         seen = [row for row in rows(tmp_path / "out", 1) if row["kind"] == "activation" and row["io"] == "input"]
         assert sorted(row["name"] for row in seen) == ["0", "1", "model"]
+
+
+@pytest.mark.parametrize(
+    ("section", "part"), [("dump: {level: L0}", "dump"), ("monitor: {every: 1, activations: true}", "monitor")]
+)
+@pytest.mark.parametrize("when", ["before the slots are sealed", "after"])
+def test_a_measurement_made_while_its_step_is_closed(tmp_path, section, part, when):
+    """The step's page is over and its slots are not, or the other way round: the row is no step's."""
+    (tmp_path / "probe.yaml").write_text(f"output: {tmp_path}/out\n{section}\n")
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = attach(model, optimizer, tmp_path / "probe.yaml")
+    probe = next(one for one in session.parts.all if one.name == part)._probe
+    seal, places = probe._slots.seal, []
+    see = probe.see
+    probe.see = lambda place, *rest: (places.append(place), see(place, *rest))[1]
+
+    def between():
+        thread = threading.Thread(target=see, args=(places[0], torch.ones(32, 64), 0, "forward"))
+        thread.start()
+        thread.join(30)
+
+    def sealing():
+        if when != "after":
+            between()
+        sealed = seal()
+        if when == "after":
+            between()
+        return sealed
+
+    for step in range(3):
+        model(torch.full((32, 64), 0.5)).sum().backward()
+        assert places or step
+        probe._slots.seal = sealing if step == 0 else seal
+        optimizer.step()
+    session.close()
+    assert faults(tmp_path / "out") == ([], [])
+    ledger = json.loads((tmp_path / "out/ranks/rank_00000.json").read_text())["ledger"]
+    assert ledger.get(part, ledger)["late"] == 1
+    if part == "dump":
+        counts = [len(rows(tmp_path / "out", step)) for step in range(3)]
+        assert counts[0] == counts[1] == counts[2] > 0

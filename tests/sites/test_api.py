@@ -10,6 +10,7 @@ from msprobe_megatron.clock import Clock
 from msprobe_megatron.sites.api import ApiSite
 from msprobe_megatron.sites.api_names import name_of
 from msprobe_megatron.sites.frames import ModuleFrames
+from tests.sites.functions import Double
 
 
 class Seen:
@@ -55,16 +56,6 @@ def watch():
         frames.remove()
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -91,7 +82,7 @@ def test_every_way_to_call_is_seen_and_named(watch):
         "model/torch.nn.functional.silu.0",
         "model/torch.Tensor.mean.0",
         "model/torch.Tensor.mul.0",
-        "model/tests.sites.test_api.Double.0",
+        "model/tests.sites.functions.Double.0",
     }
     paths = {key[2:4] for key in sink.rows if "split" in key[1]}
     assert paths == {("input", "0"), ("output", "0"), ("output", "1")}

@@ -5,21 +5,12 @@ import torch
 
 from msprobe_megatron.clock import Moment
 from msprobe_megatron.sites.arriving import Arriving, await_gradient
+from tests.sites.functions import Double
 
 NOW = Moment(0, 0)
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
-@pytest.mark.parametrize("make", [lambda x: x, lambda x: x * 3, lambda x: x.view(2, 2), Doubled.apply])
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: x * 3, lambda x: x.view(2, 2), Double.apply])
 def test_every_place_is_told_in_order_and_once(make):
     x = torch.arange(4.0, requires_grad=True)
     seen, theirs = [], []

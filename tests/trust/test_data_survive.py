@@ -79,7 +79,8 @@ def test_kill_at_random_moments_leaves_whole_files(tmp_path, longest):
     for number in range(BY_CLOCK):
         folder = tmp_path / str(number)
         folder.mkdir()
-        killed_at_random(flags(4000, probe_file(folder), folder / "out"), seed=number, longest=longest)
+        argv = flags(4000, probe_file(folder), folder / "out")
+        assert killed_at_random(argv, seed=number, longest=longest) == -signal.SIGKILL
         found.append(len(readable(folder / "out")))
     print(f"{BY_CLOCK} kills at random moments survived; steps found: {sorted(found)}")
 

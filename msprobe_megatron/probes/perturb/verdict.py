@@ -129,7 +129,9 @@ def _shown(seen: Examined, values: Mapping[str, float]) -> dict[str, Any]:
     if min(values["dx_squares"], values["x_squares"], values["live_squares"]) > 0:
         # Roots first: the quotient of the squares of a tiny nudge is zero in floating point.
         moved = math.sqrt(values["diff_squares"]) / math.sqrt(values["live_squares"])
-        shown["kappa"] = moved * (math.sqrt(values["x_squares"]) / math.sqrt(values["dx_squares"]))
+        kappa = moved * (math.sqrt(values["x_squares"]) / math.sqrt(values["dx_squares"]))
+        if math.isfinite(kappa):  # a mask of -inf, or of values whose squares are, has no size to nudge by
+            shown["kappa"] = kappa
     return {key: value for key, value in shown.items() if not math.isnan(value)}
 
 
