@@ -111,7 +111,7 @@ class Perturbing(Part):
         self._microbatches = max(self._microbatches, where.moment.microbatch + 1)
         if name not in self._costs:
             stage = self.asked.stage
-            self._costs[name] = cost_of(class_of(api), args, kwargs, result, self._device, stage)
+            self._costs[name] = cost_of(class_of(api), args, kwargs, result, self._device, stage, api)
 
     def microbatch(self, moment: Moment) -> None:
         """The forward of a microbatch begins."""

@@ -104,3 +104,12 @@ def test_steps_that_are_to_come(steps, first, iterations, count):
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (57_397, "57.4 kB"), (36 * 10**8, "3.6 GB")])
 def test_readable(count, text):
     assert readable(count) == text
+
+
+def test_ranks_share_the_limit_and_a_run_without_an_end_reaches_it(capsys):
+    shared = job(disk=40_000)
+    shared.where = Coordinates(rank=0, world=4)
+    for bytes_a_step, steps, room in ((1_500, 6, ""), (1_500, 7, "10.0 kB, about 6 steps"), (1_500, None, "10.0 kB")):
+        Announcer(shared, "dump", "recorded").say(bytes_a_step, steps)
+        told = capsys.readouterr().out
+        assert (f"limits.disk leaves room for {room}" in told) if room else ("limits.disk" not in told)

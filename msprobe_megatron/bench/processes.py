@@ -7,20 +7,27 @@ waits for.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from msprobe_megatron.bench.turns import BenchFailed, Progress, Variants, Workload, silent
 
 _PATIENCE_SECONDS = 1800
+_GRACE_SECONDS = 60
+"""How long the other ranks have to notice that one is gone, and to say what they have to say."""
+_LOOK_SECONDS = 0.05
 _LAST_WORDS = 2000
+_FIRST_PORT, _PORTS = 10000, 10000
 
 
 def measure_in_processes(
@@ -50,35 +57,61 @@ def measure_in_processes(
     return together(tables)
 
 
-def run_ranks(command: Sequence[str], ranks: int, what: str) -> None:
-    """Run a command once a rank, as torchrun would on one machine; raises with the end of what a failed one said.
+def run_ranks(command: Sequence[str], ranks: int, what: str, patience: float = _PATIENCE_SECONDS) -> None:
+    """Run a command once a rank, as torchrun would on one machine; raises with the end of what failed ones said.
 
     Example::
 
         run_ranks([sys.executable, "train.py"], ranks=2, what="bench scaling")
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
     shared.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    jobs = []
-    for rank in range(ranks):
-        env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        jobs.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
-    try:
-        ends = [job.communicate(timeout=_PATIENCE_SECONDS)[1] for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    # All that failed: what most of them say is only that another one is gone.
-    failed = [
-        f"rank {rank} ended with {job.returncode}: {text[-_LAST_WORDS:]}"
-        for rank, (job, text) in enumerate(zip(jobs, ends, strict=True))
-        if job.returncode
-    ]
-    if failed:
-        raise BenchFailed(f"{what}: " + "\n".join(failed))
+    with contextlib.ExitStack() as stack:
+        jobs: list[subprocess.Popen[bytes]] = []
+        # Files, not pipes: a rank that says much would wait for its reader, and all others for that rank.
+        words = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(ranks)]
+        try:
+            for rank, said in enumerate(words):
+                env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                jobs.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=said))
+            ended = _wait(jobs, patience)
+        finally:
+            for job in jobs:
+                job.kill()
+                job.wait()
+        ends = [f"rank {rank} ended with {code}: {_last_words(words[rank])}" for rank, code in ended.items() if code]
+        ends += [f"rank {rank} did not end: {_last_words(words[rank])}" for rank in range(ranks) if rank not in ended]
+    if ends:
+        raise BenchFailed(f"{what}: " + "\n".join(ends))
+
+
+def _wait(jobs: Sequence[subprocess.Popen[bytes]], patience: float) -> dict[int, int]:
+    """Exit codes by rank, the first to end first: what those after it say is often only that it is gone."""
+    ended: dict[int, int] = {}
+    last = time.monotonic() + patience
+    while len(ended) < len(jobs) and time.monotonic() < last:
+        for rank, job in enumerate(jobs):
+            code = job.poll() if rank not in ended else None
+            if code is not None:
+                ended[rank] = code
+                last = min(last, time.monotonic() + _GRACE_SECONDS) if code else last
+        time.sleep(_LOOK_SECONDS)
+    return ended
+
+
+def _last_words(said: BinaryIO) -> str:
+    said.seek(0)
+    return said.read()[-_LAST_WORDS:].decode("utf-8", "replace").strip()
+
+
+def _free_port() -> int:
+    """A port below those that the system hands out to connections: one of theirs may be gone before it is used."""
+    for attempt in range(_PORTS):
+        port = _FIRST_PORT + (os.getpid() * 37 + attempt) % _PORTS
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise BenchFailed(f"no free port from {_FIRST_PORT} to {_FIRST_PORT + _PORTS - 1} on 127.0.0.1")
 
 
 def together(tables: list[list[Mapping[str, Any]]]) -> list[dict[str, Any]]:

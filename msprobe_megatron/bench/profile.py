@@ -2,7 +2,9 @@
 
 For a line of a table that missed its target: the profile says what bounds it. Python's profiler makes small functions
 look dearer than they are, so that shares are given, not times; the writer's share is measured, not profiled. What a
-function of the kit calls that is no Python, such as the kernel or an operator of torch, has a line of its own.
+function of the kit calls that is no Python, such as the kernel or an operator of torch, has a line of its own. Missed
+memory has two texts: what Python holds, and which tensors are alive at the peak. Benches that train nothing explain
+their lines themselves (`why_missed`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from msprobe_megatron.bench.targets import verdicts
+from msprobe_megatron.bench.tensor_memory import LiveTensors, Peak, tensors_text
 from msprobe_megatron.bench.turns import Progress, Workload, silent
 from msprobe_megatron.bench.workloads import WORKLOADS
 
@@ -78,29 +81,53 @@ def memory_profile(workload: Workload, variant: Mapping[str, Any], line: Mapping
     return f"{line['name']}: Python holds {total / 2**20:.0f} MiB more than before the job: {shares}."
 
 
+def tensor_profile(workload: Workload, variant: Mapping[str, Any], line: Mapping[str, Any], out: Path) -> str:
+    """A short text: tensors that are alive at the peak of a step beyond those of plain training, by who made them.
+
+    Example::
+
+        print(tensor_profile(WORKLOADS["h64"], VARIANTS["L1"], result.as_dict(), Path("bench_out")))
+    """
+    kit, plain = (_tensors_at_peak(workload, one, out / _folder("tensors", line)) for one in (variant, None))
+    return f"{line['name']}: {tensors_text(kit, plain)}."
+
+
+def _tensors_at_peak(workload: Workload, variant: Mapping[str, Any] | None, out: Path) -> Peak:
+    def after(iteration: int, session: Any) -> None:
+        if iteration == _WARM_UP:
+            live.begin()
+
+    with LiveTensors() as live:  # from the first weight on, so that it is known who made what
+        _train(workload, variant, out, _WARM_UP + 1, after)
+    return live.at_peak
+
+
 def _folder(kind: str, line: Mapping[str, Any]) -> str:
     return f"{kind}_{re.sub(r'[^A-Za-z0-9]+', '_', str(line['name']))}"
 
 
 def _train(
-    workload: Workload, variant: Mapping[str, Any], out: Path, steps: int, after: Callable[[int, Any], None]
+    workload: Workload, variant: Mapping[str, Any] | None, out: Path, steps: int, after: Callable[[int, Any], None]
 ) -> None:
-    """Train the workload with the variant laid over it; `after` is called with each step's number and the session."""
+    """Train the workload with the variant, if any, laid over it; `after` is told each step's number and the session."""
     from msprobe_megatron import attach
     from msprobe_megatron.config import Overrides, from_document
     from msprobe_megatron.demo.pretrain_gpt import run
     from msprobe_megatron.demo.train import Callbacks
 
-    sessions: list[Any] = []
+    session: Any = None
 
     def ready(chunks: Any, optimizer: Any) -> None:
-        config = from_document(dict(variant), "bench", Overrides(output=str(out)))
-        sessions.append(attach(chunks, optimizer, config, step=0))
+        nonlocal session
+        if variant is not None:
+            config = from_document(dict(variant), "bench", Overrides(output=str(out)))
+            session = attach(chunks, optimizer, config, step=0)
 
     flags = [*workload.flags.split(), "--train-iters", str(steps), "--log-interval", "1000000000"]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run(flags, Callbacks(ready=ready, step=lambda step: after(step.iteration, sessions[0])))
-        sessions[0].close()
+        run(flags, Callbacks(ready=ready, step=lambda step: after(step.iteration, session)))
+        if session is not None:
+            session.close()
 
 
 def text(stats: pstats.Stats, line: Mapping[str, Any]) -> str:
@@ -158,13 +185,17 @@ def profiles(bench: Any, lines: Sequence[Mapping[str, Any]], out: Path, progress
     for verdict in verdicts(lines):
         if not verdict.met:
             missed.setdefault(verdict.name, set()).add(verdict.figure in _MEMORY)
-    found = []
+    found: list[str] = []
     for line in lines:
         name = str(line["name"])
-        if name not in missed or (job := _job(bench, name)) is None:
+        if name not in missed:
             continue
         progress(f"profile: {name}")
-        found += [(memory_profile if memory else profile)(*job, line, out) for memory in sorted(missed[name])]
+        if hasattr(bench, "why_missed"):
+            found += [f"{name}: {why}." for why in bench.why_missed(line, out)]
+        elif (job := _job(bench, name)) is not None:
+            ways = [profile] * (False in missed[name]) + [memory_profile, tensor_profile] * (True in missed[name])
+            found += [way(*job, line, out) for way in ways]
     return found
 
 

@@ -270,9 +270,13 @@ def spread(times: list[float]) -> float:
 
 
 def size_of(folder: Path) -> tuple[int, int]:
-    """Bytes and number of the files below a folder.
+    """Bytes and number of the files below a folder; what another rank renames or removes meanwhile is left out.
 
     Example: ``size_of(Path("probe_out"))``.
     """
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    sizes = []
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(os.lstat(os.path.join(place, name)).st_size)
     return sum(sizes), len(sizes)

@@ -6,6 +6,7 @@ memory is for one step; it holds no tensor and keeps no storage alive.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -42,6 +43,9 @@ class SeenTensors:
     """
 
     def __init__(self) -> None:
+        # Threads of the host may run the model at once. A weak reference that two of them free is a crash; reading
+        # needs no lock.
+        self._changing = threading.Lock()
         self._slots: dict[_Key | None, int] = {}
         self._storages: dict[int, tuple[int, list[_Key]]] = {}  # with the weak reference, a bare number
         self._prune_at = _PRUNE_FROM
@@ -52,7 +56,7 @@ class SeenTensors:
         return len(self._slots)
 
     def __del__(self) -> None:
-        self.forget_all()
+        self._forget_all()  # nobody else is here any more; in a fork the lock may be held for ever
 
     def lookup(self, x: torch.Tensor) -> int | None:
         """Return the slot remembered for ``x`` as it is now, or None.
@@ -84,13 +88,14 @@ class SeenTensors:
         if key is None:
             return
         cdata: Any = key[0]
-        held = self._storages.get(cdata)
-        if held is None:
-            if len(self._storages) >= self._prune_at:
-                self._prune()
-            held = self._storages[cdata] = (_weak(x.untyped_storage()), [])
-        held[1].append(key)
-        self._slots[key] = slot
+        with self._changing:
+            held = self._storages.get(cdata)
+            if held is None:
+                if len(self._storages) >= self._prune_at:
+                    self._prune()
+                held = self._storages[cdata] = (_weak(x.untyped_storage()), [])
+            held[1].append(key)
+            self._slots[key] = slot
 
     def invalidate(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Forget whatever shares memory with ``tensors``; None forgets everything.
@@ -108,7 +113,8 @@ class SeenTensors:
                 # Unknown memory may be anyone's.
                 self.forget_all()
                 return
-            self._drop(tensor.untyped_storage()._cdata)
+            with self._changing:
+                self._drop(tensor.untyped_storage()._cdata)
 
     def forget_all(self) -> None:
         """Forget everything: slots of a finished step mean nothing in the next.
@@ -117,6 +123,10 @@ class SeenTensors:
 
             seen.forget_all()
         """
+        with self._changing:
+            self._forget_all()
+
+    def _forget_all(self) -> None:
         self._slots.clear()
         for weak, _ in self._storages.values():
             _release(weak)

@@ -2,12 +2,13 @@
 
 Every element counts, whatever the size of the tensor; NaN and Inf are told apart and never hide the rest. In host
 memory the compiled kernel reads both tensors once; elsewhere torch does, a bounded piece at a time, and the figures
-stay on the device.
+stay on the device. Where the two have another layout or dtype it is the pieces that are copied, never a whole tensor.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -20,7 +21,9 @@ NAMES = (
     *("diff_squares", "live_squares", "max_ulp", "ratio", "flipped"),
 )
 COUNT = len(NAMES)
-_PIECE = 1 << 22
+_WHERE, _ULP, _RATIO = NAMES.index("where"), NAMES.index("max_ulp"), NAMES.index("ratio")
+_LARGEST = [NAMES.index(name) for name in ("max_abs", "max_ulp", "ratio", "flipped")]
+_PIECE = 1 << 20
 _CODES = {
     torch.float32: library.FLOAT32,
     torch.float64: library.FLOAT64,
@@ -43,10 +46,10 @@ def digits(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def compare(live: torch.Tensor, other: torch.Tensor, out: torch.Tensor, floor: float = 0.0) -> None:
-    """Put the figures of a pair of one dtype and shape into the first ``COUNT`` places of ``out``.
+    """Put the figures of a pair of one shape into the first ``COUNT`` places of ``out``.
 
-    ``max_ulp`` is in units of the last place of the larger of two elements, ``ratio`` the largest quotient of their
-    magnitudes where those below ``floor`` count as ``floor`` (1.0 if ``floor`` is 0).
+    ``max_ulp`` is in units of the last place of the larger of two elements, in the dtype of ``other``; ``ratio`` the
+    largest quotient of their magnitudes where those below ``floor`` count as ``floor`` (1.0 if ``floor`` is 0).
 
     Example::
 
@@ -56,29 +59,63 @@ def compare(live: torch.Tensor, other: torch.Tensor, out: torch.Tensor, floor: f
     """
     live, other = live.detach(), other.detach()
     kernel = library.kernel()
-    code = _CODES.get(live.dtype)
-    if kernel is not None and code is not None and live.is_cpu and out.is_cpu and out.dtype is torch.float64:
-        same_layout = live.stride() == other.stride() and is_dense(live)
-        a, b = (live, other) if same_layout else (live.contiguous(), other.contiguous())
-        bits, least = digits(live.dtype)
-        kernel.pair(a.data_ptr(), b.data_ptr(), a.numel(), code, bits, least, floor, out.data_ptr())
+    here = live.is_cpu and other.is_cpu and out.is_cpu
+    if not here or other.dtype not in _CODES or out.dtype is not torch.float64:
+        kernel = None
+    if kernel is not None and live.dtype is other.dtype and live.stride() == other.stride() and is_dense(live):
+        _with_kernel(kernel, live, other, out, floor)
         return
-    _with_torch(live.reshape(-1), other.reshape(-1), out, floor)
-
-
-def _with_torch(live: torch.Tensor, other: torch.Tensor, out: torch.Tensor, floor: float) -> None:
     total = torch.zeros(COUNT, dtype=out.dtype, device=live.device)
-    total[7], total[11] = -1.0, 1.0
-    for start in range(0, live.numel(), _PIECE):
-        piece = slice(start, start + _PIECE)
-        part = _piece(live[piece], other[piece], out.dtype, floor)
-        worse = part[10] > total[10]
-        where = torch.where(worse, part[7] + start, total[7])
-        most = torch.maximum(total, part)
-        total = total + part
-        total[[6, 10, 11, 12]] = most[[6, 10, 11, 12]]
-        total[7] = where
+    total[_WHERE], total[_RATIO] = -1.0, 1.0
+    start = 0
+    for x, y in pieces(live, other):
+        if kernel is not None:
+            part = torch.empty_like(total)
+            _with_kernel(kernel, x.to(y.dtype), y, part, floor)
+        else:
+            part = _piece(x.to(y.dtype), y, out.dtype, floor)
+        total = _together(total, part, start)
+        start += x.numel()
     out[:COUNT].copy_(total)
+
+
+def pieces(live: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Two tensors of one shape as flat pieces of a bounded size that lie at the same place, in the order of elements.
+
+    Example::
+
+        sum((x - y).abs().sum() for x, y in pieces(a, b))
+    """
+    if live.numel() <= _PIECE:
+        if live.numel():
+            # What is expanded in all of its dimensions is a view still when it is flat.
+            yield live.reshape(-1).contiguous(), other.reshape(-1).contiguous()
+    elif live.is_contiguous() and other.is_contiguous():
+        yield from zip(torch.split(live.view(-1), _PIECE), torch.split(other.view(-1), _PIECE), strict=True)
+    else:
+        dim = next(d for d in range(live.dim()) if live.size(d) > 1)
+        rows = max(1, _PIECE * live.size(dim) // live.numel())
+        for x, y in zip(torch.split(live, rows, dim), torch.split(other, rows, dim), strict=True):
+            yield from pieces(x, y)
+
+
+def _with_kernel(
+    kernel: library.Kernel, live: torch.Tensor, other: torch.Tensor, out: torch.Tensor, floor: float
+) -> None:
+    bits, least = digits(other.dtype)
+    code = _CODES[other.dtype]
+    kernel.pair(live.data_ptr(), other.data_ptr(), live.numel(), code, bits, least, floor, out.data_ptr())
+
+
+def _together(total: torch.Tensor, part: torch.Tensor, start: int) -> torch.Tensor:
+    """Figures of a tensor so far, and of the piece that begins at element ``start``."""
+    worse = part[_ULP] > total[_ULP]
+    where = torch.where(worse, part[_WHERE] + start, total[_WHERE])
+    most = torch.maximum(total, part)
+    total = total + part
+    total[_LARGEST] = most[_LARGEST]
+    total[_WHERE] = where
+    return total
 
 
 def _piece(live: torch.Tensor, other: torch.Tensor, wide: torch.dtype, floor: float) -> torch.Tensor:

@@ -139,6 +139,7 @@ class DumpProbe:
         name = self._dtypes.get(dtype) or self._dtype_name(dtype)
         if page is not self._page:
             self.late += 1  # a thread of the host went on while the step ended: nobody knows whose its slot is
+            self._slots.spoil(slot)
             return
         page.add((seq, microbatch, phase, place, layout, name, slot, extra, key))
 
@@ -234,6 +235,7 @@ class DumpProbe:
         self._page = _Page(self._looks)
         self.late += len(nobodys.rows)
         rows = page.rows
+        rows.close()
         self.fired.update([place.kind for place in rows.column("place")])
         if self._packs is not None:
             self._packs.finish()

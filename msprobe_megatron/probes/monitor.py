@@ -6,6 +6,7 @@ next steps see the same things in the same order; then nothing is left of a sigh
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,6 +83,8 @@ class MonitorProbe:
         self.unmeasured = 0
         self.late = 0
         self._turn = 0  # even while a step is open, odd while it is being closed
+        # Between the last look at the turn and the row no step may end, and no other thread come in between.
+        self._noting = threading.RLock()
 
     # What sites ask.
 
@@ -108,21 +111,33 @@ class MonitorProbe:
         turn = self._turn
         key = key_of(tensor) if tensor.numel() >= _WORTH_REMEMBERING else None
         slot = self._seen.get(key) if key is not None else None
+        measured = slot is None
         if slot is None:
             slot = self._measured(tensor)
+        with self._noting:
             if turn != self._turn or turn & 1:
-                self.late += 1  # a thread of the host went on while the step ended: nobody knows whose its slot is
+                self._came_late(slot)
                 return
-            if slot >= 0:
+            if measured and slot >= 0:
                 self._seen.put(key, tensor, slot)
-        self._note(place, tensor, microbatch, phase, slot)
+            self._note(place, tensor, microbatch, phase, slot)
 
     def see_digest(self, place: Place, tensor: torch.Tensor, microbatch: int | None) -> None:
         """Measure a tensor with the digest of its elements."""
+        turn = self._turn
         slot = self._slots.take()
         if slot >= 0 and not self._digest(tensor, slot):
             slot = -1
-        self._note(place, tensor, microbatch, "forward", slot)
+        with self._noting:
+            if turn != self._turn or turn & 1:
+                self._came_late(slot)
+                return
+            self._note(place, tensor, microbatch, "forward", slot)
+
+    def _came_late(self, slot: int) -> None:
+        """A thread of the host went on while the step ended: nobody knows whose its slot is."""
+        self.late += 1
+        self._slots.spoil(slot)
 
     def read(self, reading: Reading, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Measure all tensors of a reading; returns their slots."""
@@ -135,23 +150,28 @@ class MonitorProbe:
         for position in reading.many(tensors, slots):
             self.unmeasured += 1
             slots[position] = -1
+        with self._noting:
+            self._note_all(reading, tensors, slots)
+        return slots
+
+    def _note_all(self, reading: Reading, tensors: Sequence[torch.Tensor], slots: list[int]) -> None:
         at, first = self._at, slots[0] if slots else -1
         if at < len(self._keys) and self._keys[at][0] is reading and self._keys[at][4] == first:
             self._at = at + 1
-            return slots
+            return
         self._part_from(at)
         self._keys.append((reading, None, reading.phase, None, first, None, len(self._rows)))
         for place, tensor, slot in zip(reading.places, tensors, slots, strict=True):
             self._add(place, tensor, None, reading.phase, slot)
         self._at = at + 1
-        return slots
 
     def value(self, place: Place, number: float, microbatch: int | None = None) -> int:
         """Take note of a number that the host knows; returns its slot."""
         slot = self._slots.take()
         if slot >= 0:
             self._values.append((slot, float(number)))
-        self._note(place, None, microbatch, "optimizer", slot)
+        with self._noting:
+            self._note(place, None, microbatch, "optimizer", slot)
         return slot
 
     def ratio(self, place: Place, above: int, below: int) -> None:
@@ -159,7 +179,8 @@ class MonitorProbe:
         slot = self._slots.take()
         if slot >= 0 and above >= 0 and below >= 0:
             self._ratios.append((slot, above, below))
-        self._note(place, None, None, "optimizer", slot)
+        with self._noting:
+            self._note(place, None, None, "optimizer", slot)
 
     def memory_changed(self) -> None:
         """Something was written that version counters do not tell of: measure everything anew."""
@@ -168,6 +189,10 @@ class MonitorProbe:
 
     def finish(self) -> MonitorBatch:
         """The step's rows, ready for the writer; the probe is ready for the next step."""
+        with self._noting:
+            return self._finished()
+
+    def _finished(self) -> MonitorBatch:
         self._turn += 1
         if self._at < len(self._keys):
             self._part_from(self._at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, overload
 
 from msprobe_megatron.record.schema import Row
@@ -39,15 +40,20 @@ class Sightings(Sequence[Sighting]):
         seen[0].slot        # 7
     """
 
-    __slots__ = ("add", "cells")
+    __slots__ = ("_end", "add", "cells")
 
     def __init__(self) -> None:
         self.cells: list[Any] = []
+        self._end: int | None = None
         self.add = self.cells.extend
         """Takes the cells of one sighting, all at once: threads do not come in between."""
 
+    def close(self) -> None:
+        """What a thread of the host adds from here on is not of this step, and nobody sees it."""
+        self._end = len(self.cells)
+
     def __len__(self) -> int:
-        return len(self.cells) // _WIDTH
+        return (len(self.cells) if self._end is None else self._end) // _WIDTH
 
     @overload
     def __getitem__(self, index: int) -> Sighting: ...
@@ -57,7 +63,7 @@ class Sightings(Sequence[Sighting]):
         return list(self)[index]
 
     def __iter__(self) -> Iterator[Sighting]:
-        return map(Sighting._make, zip(*[iter(self.cells)] * _WIDTH, strict=True))
+        return map(Sighting._make, zip(*[islice(self.cells, self._end)] * _WIDTH, strict=True))
 
     def __eq__(self, other: object) -> bool:
         # Equal cells are mostly the very same objects, which Python compares first.
@@ -70,7 +76,7 @@ class Sightings(Sequence[Sighting]):
 
         Example: ``seen.column("slot")``.
         """
-        return self.cells[Sighting._fields.index(name) :: _WIDTH]
+        return self.cells[Sighting._fields.index(name) : self._end : _WIDTH]
 
 
 def cells_of(seen: Sequence[Sighting | Row]) -> dict[str, Sequence[Any]]:

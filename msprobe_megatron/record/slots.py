@@ -150,6 +150,7 @@ class SlotTable:
         """Where each slot lies, for kernels that write to host memory; only for a table ``on_host``."""
         self._next = itertools.count()
         self._growing = threading.Lock()
+        self._spoilt: list[int] = []
         self.dropped = 0
         """Slots that were asked for beyond the limit, since the table was made."""
 
@@ -167,6 +168,17 @@ class SlotTable:
         """
         slot = next(self._next)  # atomic, unlike adding one to an attribute
         return slot if slot < len(self._counts) else self._grow(slot)
+
+    def spoil(self, slot: int) -> None:
+        """Somebody took a slot in a step that is over and filled it only now: whoever has it in this one reads nothing.
+
+        Example::
+
+            if turn != self._turn:
+                table.spoil(slot)
+        """
+        if slot >= 0:
+            self._spoilt.append(slot)
 
     def floats(self, slot: int) -> torch.Tensor:
         """Return the view of five floats of a slot.
@@ -225,6 +237,9 @@ class SlotTable:
         """
         taken = min(next(self._next), len(self._counts))
         copies = []
+        while self._spoilt:
+            slot = self._spoilt.pop()
+            self._blocks[slot // self._rows][slot % self._rows].copy_(self._blank)
         for index, block in enumerate(self._blocks):
             used = min(taken - index * self._rows, self._rows)
             if used <= 0:

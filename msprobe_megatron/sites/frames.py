@@ -7,6 +7,7 @@ itself a call during which the mode that sees calls is off: a module that is rep
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,8 +30,18 @@ class Running(NamedTuple):
     counts: dict[str, int]
 
 
+class _Thread(threading.local):
+    """What one thread of the host is running. Modules that several threads run are not inside of each other."""
+
+    def __init__(self) -> None:
+        self.stack: list[Running] = []
+        self.round = 0
+        # The modes that were switched on here, with the heights of the stack at which they were.
+        self.entered: list[tuple[int, TorchFunctionMode]] = []
+
+
 class ModuleFrames:
-    """The stack of running modules of all chunks.
+    """The stacks of running modules of all chunks, one a thread.
 
     Example::
 
@@ -48,14 +59,19 @@ class ModuleFrames:
             for entry in names.modules(chunk)
         ]
         self._passes: dict[tuple[str, str, Moment], dict[str, int]] = {}
-        self.stack: list[Running] = []
+        self._here = _Thread()
+        self._round = 0
         self.mode: TorchFunctionMode | None = None
-        self._entered: list[int] = []  # heights of the stack at which the mode was switched on
+
+    @property
+    def stack(self) -> list[Running]:
+        """The modules that this thread is running, the innermost last."""
+        return self._here.stack
 
     def install(self) -> None:
         """Set the hooks; called at the beginning of a recorded step."""
-        self.stack.clear()
-        self._entered.clear()
+        self._forget()
+        self._round += 1
         self._passes.clear()
         self._active = self._hooked = True
         for hooks in self._hooks:
@@ -76,11 +92,14 @@ class ModuleFrames:
             self._hooked = False
             for hooks in self._hooks:
                 hooks.remove()
-        self.stack.clear()
-        while self._entered:
-            self._entered.pop()
-            if self.mode is not None:
-                mode_stack.take_out(self.mode)
+        self._forget()
+
+    def _forget(self) -> None:
+        """This thread runs none of the modules any more. Others find out when they enter one."""
+        here = self._here
+        here.stack.clear()
+        while here.entered:
+            mode_stack.take_out(here.entered.pop()[1])
 
     def outside(self, name: str) -> Running | None:
         """The context of a call outside of all modules; None inside backward, where nothing is repeated."""
@@ -88,31 +107,35 @@ class ModuleFrames:
         return self._pass(name, moment.chunk, phase, moment) if phase == "forward" else None
 
     def _enter(self, name: str, chunk: int) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        # A hook that is taken away while torch walks over the hooks is still called, then without the kwargs.
+        def hook(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             if not self._active:
                 return
             try:
                 phase, moment = self._clock.calling()
-                stack, mode = self.stack, self.mode
+                here, mode = self._here, self.mode
+                if here.round != self._round:
+                    self._forget()
+                    here.round = self._round
+                stack = here.stack
                 if not stack and mode is not None and not mode_stack.any_is_on():
                     mode_stack.push(mode)
-                    self._entered.append(len(stack))
+                    here.entered.append((len(stack), mode))
                 stack.append(self._pass(name, chunk, phase, moment))
             except Exception as error:
                 self._fault(error, f"call of {name}")
 
         return hook
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         if not self._active:
             return
         try:
-            if self.stack:
-                self.stack.pop()
-            if self._entered and len(self.stack) == self._entered[-1]:
-                self._entered.pop()
-                if self.mode is not None:
-                    mode_stack.take_out(self.mode)
+            here = self._here
+            if here.stack:
+                here.stack.pop()
+            if here.entered and len(here.stack) == here.entered[-1][0]:
+                mode_stack.take_out(here.entered.pop()[1])
         except Exception as error:
             self._fault(error, "return of a module")
 

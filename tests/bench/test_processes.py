@@ -1,14 +1,16 @@
 """A bench over several processes: one table, sums over ranks, the slowest rank's training time."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
+from msprobe_megatron.bench import processes
 from msprobe_megatron.bench.memory import PeakMemory
-from msprobe_megatron.bench.processes import together
-from msprobe_megatron.bench.turns import size_of, spread
+from msprobe_megatron.bench.processes import run_ranks, together
+from msprobe_megatron.bench.turns import BenchFailed, Turns, Workload, size_of, spread
 from msprobe_megatron.report.bench import bars, markdown
 
 
@@ -64,6 +66,63 @@ def test_spread_and_size(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c").write_bytes(b"4567")
     assert size_of(tmp_path) == (7, 2)
+
+
+def test_size_beside_a_rank_that_still_writes(tmp_path, monkeypatch):
+    (tmp_path / "kept").write_bytes(b"123")
+    (tmp_path / "renamed.tmp").write_bytes(b"45")
+    look = os.lstat
+
+    def too_late(path, **more):
+        (tmp_path / "renamed.tmp").unlink(missing_ok=True)
+        return look(path, **more)
+
+    monkeypatch.setattr(os, "lstat", too_late)
+    assert size_of(tmp_path) == (3, 1)
+
+
+def test_ranks_that_fail_are_named_with_their_last_words(monkeypatch):
+    """The first to end first; one that says more than a pipe holds and one that never ends hold nobody up."""
+    program = (
+        "import os, sys, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        "sys.stderr.write('x' * 200_000 + f' words of rank {rank}')\n"
+        "sys.stderr.flush()\n"
+        "time.sleep((600, 1, 0, 0)[rank])\n"
+        "sys.exit((0, 5, 7, 0)[rank])\n"
+    )
+    monkeypatch.setattr(processes, "_GRACE_SECONDS", 3)
+    with pytest.raises(BenchFailed) as raised:
+        run_ranks([sys.executable, "-c", program], 4, "bench")
+    text = str(raised.value)
+    ends = ("rank 2 ended with 7", "rank 1 ended with 5", "rank 0 did not end")
+    assert [text.index(end) for end in ends] == sorted(text.index(end) for end in ends)
+    assert "words of rank 1" in text
+    assert "words of rank 3" not in text
+
+
+def test_what_ranks_do_in_turn_depends_on_no_clock(monkeypatch, tmp_path):
+    """Ranks whose clocks run at different speeds attach the same variants before the same steps."""
+
+    def script(second):
+        turns, attached, clock = Turns(Workload("w", "", 3, 2, 1), {"a": {}, "b": {}}, tmp_path), [], [0.0]
+
+        def now():
+            clock[0] += second
+            return clock[0]
+
+        for name in ("process_time", "thread_time"):
+            monkeypatch.setattr(f"msprobe_megatron.bench.turns.time.{name}", now)
+        monkeypatch.setattr(turns, "_attach", lambda name, turn: attached.append((step, name, turn)))
+        step = -1
+        turns.ready(None, None)
+        for step in range(turns.iterations):
+            turns.after_step()
+        return attached
+
+    slow = script(1000.0)
+    assert slow == script(1e-9)
+    assert len(slow) == 9
 
 
 def test_picture_and_table_show_target_and_peer():

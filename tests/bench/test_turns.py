@@ -158,6 +158,8 @@ def test_memory_that_is_missed_has_a_profile_of_memory(tmp_path):
         "target": 1.5,
         "asked": {"extra_bytes": 4},
     }
-    (found,) = forked(profiles, dump, [line], tmp_path)
+    found, tensors = forked(profiles, dump, [line], tmp_path)
     assert found.startswith("h64:L0: Python holds ")
     assert "`topology/" in found
+    assert tensors.startswith("h64:L0: tensors alive at the peak are ")
+    assert "; beyond those of plain training `" in tensors and "`record." in tensors

@@ -2,7 +2,8 @@
 
 What a user fills in (cards, paths, port) is filled in; the model is shrunk by an overlay; torch_npu, torchair and
 Apex are stand-ins. Megatron lies in the checkout, as the installation tells; MindSpeed and the packages of the host's
-requirements.txt are found on PYTHONPATH.
+requirements.txt are found on PYTHONPATH, or, as the two hosts want different ones, on MODELLINK_PACKAGES and
+MINDSPEED_LLM_PACKAGES.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Host:
     without: tuple[str, ...] = ("use-mc2",)
 
     def environment(self) -> dict[str, str]:
-        path = [str(self.checkout), *map(str, STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        beside = (os.environ.get(name) for name in (f"{self.package.upper()}_PACKAGES", "PYTHONPATH"))
+        path = [str(self.checkout), *map(str, STAND_INS), *filter(None, beside)]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("MSPROBE")}
         settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MSPROBE_PYTHON": sys.executable}
         programs = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])

@@ -4,6 +4,10 @@
 
 Fields of the model's and the parallel configuration stand in sections; those that Megatron's check reads at the top
 cannot stand in a section too.
+
+    python tests/hosts/yaml_cfg.py --refused FILE.yaml
+
+prints what Megatron says to such a file by itself: no line of the kit is imported.
 """
 
 import dataclasses
@@ -48,11 +52,29 @@ def main(out, flags):
     model = section(TransformerConfig, "language_model", values, source)
     own = {item.name for item in dataclasses.fields(ModelParallelConfig)}
     model = {name: value for name, value in model.items() if name not in own}
-    model |= {"activation_func": "gelu", "apply_rope_fusion": False}
+    # What Megatron's check of its command line makes of them, and its check of such a file does not.
+    model |= {"activation_func": "gelu", "apply_rope_fusion": False, "cp_comm_type": None}
+    values |= {"skipped_train_samples": 0}
     rest = {name: value for name, value in values.items() if name not in model and name not in parallel}
     with open(out, "w") as file:
         yaml.safe_dump({"language_model": model, "model_parallel": parallel, **rest}, file)
 
 
+def refused(path):
+    """The words of Megatron's own check and of its model's configuration; nothing if both take the file."""
+    from megatron.training import yaml_arguments
+
+    arguments = yaml_arguments.load_yaml(path)
+    arguments.rank, arguments.world_size = 0, 1
+    try:
+        yaml_arguments.core_transformer_config_from_yaml(yaml_arguments.validate_yaml(arguments))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    if sys.argv[1] == "--refused":
+        print("refused:", refused(sys.argv[2]), any("msprobe" in name for name in sys.modules))
+    else:
+        main(sys.argv[1], sys.argv[2:])

@@ -57,11 +57,10 @@ def test_every_figure(dtype, way, monkeypatch):
     out = torch.empty(pair.COUNT, dtype=torch.float64)
     if way == "torch":
         monkeypatch.setattr(pair, "_PIECE", 512)
-        pair._with_torch(live, other, out, FLOOR)
+        monkeypatch.setattr(pair.library, "kernel", lambda: None)
     elif native.load() is None:
         pytest.skip(native.library.why_not())
-    else:
-        pair.compare(live, other, out, FLOOR)
+    pair.compare(live, other, out, FLOOR)
     figures = dict(zip(pair.NAMES, out.tolist(), strict=True))
     for name, value in expected(live, other, FLOOR).items():
         if value is not None:
@@ -77,6 +76,62 @@ def test_layouts_that_differ_are_compared_by_element():
     assert out[pair.NAMES.index("different")] == 0
     pair.compare(live[:, ::2], other[:, ::2] + 1, out)
     assert out[pair.NAMES.index("different")] == 24
+
+
+LAYOUTS = {
+    "rows": lambda x: x.view(41, 122),
+    "turned": lambda x: x.view(122, 41).t(),
+    "with holes": lambda x: torch.stack([x, x], -1).view(41, 122, 2)[..., 0],
+    "one row": lambda x: x.view(1, 41, 122).transpose(1, 2).contiguous().transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("way", ["kernel", "torch"])
+@pytest.mark.parametrize("theirs", LAYOUTS)
+@pytest.mark.parametrize("ours", LAYOUTS)
+def test_every_figure_of_unlike_layouts_in_pieces(ours, theirs, way, monkeypatch):
+    monkeypatch.setattr(pair, "_PIECE", 300)
+    if way == "torch":
+        monkeypatch.setattr(pair.library, "kernel", lambda: None)
+    elif native.load() is None:
+        pytest.skip(native.library.why_not())
+    live, other = two_results(torch.float32, 41 * 122)
+    # The same elements at the same indices, whatever the layout.
+    live, other = LAYOUTS[ours](live).reshape(41, 122), LAYOUTS[theirs](other).reshape(41, 122)
+    out = torch.empty(pair.COUNT, dtype=torch.float64)
+    pair.compare(live, other, out, FLOOR)
+    figures = dict(zip(pair.NAMES, out.tolist(), strict=True))
+    wanted = expected(live.reshape(-1), other.reshape(-1), FLOOR)
+    if live.stride() == other.stride() and not live.is_contiguous():
+        wanted["where"] = None  # counted as it lies in memory
+    for name, value in wanted.items():
+        if value is not None:
+            assert figures[name] == pytest.approx(value, rel=1e-9), name
+
+
+def test_an_expanded_tensor_is_read_within_its_memory():
+    native.load()
+    one = torch.tensor(3.0)
+    out = torch.empty(pair.COUNT, dtype=torch.float64)
+    for live, other in ((one.expand(64), torch.full((64,), 3.0)), (torch.full((8, 8), 3.0), one.expand(8, 8))):
+        pair.compare(live, other, out)
+        assert out[pair.NAMES.index("different")] == out[pair.NAMES.index("nan_apart")] == 0
+        assert out[pair.NAMES.index("live_squares")] == 64 * 9
+
+
+@pytest.mark.parametrize("way", ["kernel", "torch"])
+def test_a_result_of_16_bits_against_one_of_32(way, monkeypatch):
+    monkeypatch.setattr(pair, "_PIECE", 300)
+    if way == "torch":
+        monkeypatch.setattr(pair.library, "kernel", lambda: None)
+    live, other = two_results(torch.float32)
+    live = live.bfloat16()
+    out = torch.empty(pair.COUNT, dtype=torch.float64)
+    pair.compare(live, other, out, FLOOR)
+    figures = dict(zip(pair.NAMES, out.tolist(), strict=True))
+    for name, value in expected(live.float(), other, FLOOR).items():
+        if value is not None:
+            assert figures[name] == pytest.approx(value, rel=1e-9), name
 
 
 @pytest.mark.parametrize("scrambled", [False, True])

@@ -107,3 +107,20 @@ def test_operations_do_not_grow_with_the_number_of_tensors(apart):
 
     few, many = operations(8), operations(800)
     assert many <= few + 20 and many < 90, (few, many)
+
+
+def test_copies_are_bounded_and_neighbours_of_another_dtype_are_read_apart(monkeypatch):
+    monkeypatch.setattr(segments, "PIECE", 1000)
+    parts = [values((size,), torch.float32) for size in (400, 500, 300, 900, 90, 20)]
+    stretches = plan_stretches(parts)
+    assert [(stretch.positions, stretch.length) for stretch in stretches] == [
+        ([0, 1], 900),
+        ([2], 300),
+        ([3, 4], 990),
+        ([5], 20),
+    ]
+    memory = values((64,), torch.float32)
+    both = [memory[:8], memory.view(torch.bfloat16)[16:40]]  # one after the other, by the numbers of their elements
+    for tensors in (parts, both, [memory[:20], memory[10:30], memory[5:9], memory[10:30]]):
+        for found, part in zip(figures(tensors), tensors, strict=True):
+            assert_stats(found, part)

@@ -1,5 +1,8 @@
 """The compiled look's way into a process: for this torch and this Python only, and never needed."""
 
+import sysconfig
+from pathlib import Path
+
 import pytest
 
 from msprobe_megatron import native
@@ -33,3 +36,11 @@ def test_another_torch_is_another_library(monkeypatch):
     before = looking._recipe()
     monkeypatch.setattr("torch.__version__", "9.9.9")
     assert looking._recipe().flags != before.flags
+
+
+def test_where_there_is_a_compiler_and_headers_there_is_one(afresh):
+    """Else every test of it would be skipped, and nobody would know that it does not compile any more."""
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if native.kernel() is None or not headers.is_file():
+        pytest.skip(f"{native.why_not()} {headers}")
+    assert native.load_look() is not None, native.why_no_look()

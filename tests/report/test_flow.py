@@ -1,12 +1,16 @@
 """The way to the first divergence: what ranks hold, what carried it, and the communication that is missing."""
 
+import math
+from types import SimpleNamespace
+
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from msprobe_megatron.analyse.exchanges import Exchange
 from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.view_flow import _carried, _own_microbatch
+from msprobe_megatron.analyse.view_flow import _carried, _own_microbatch, flow
 from msprobe_megatron.report.html.page import page, page_data
 from tests.demo_runs import demo_run
 from tests.report.browser import load, tab
@@ -83,3 +87,51 @@ def test_samples_are_found_in_the_microbatch_of_this_layout(samples_from, size, 
     entry = stop(samples_from=samples_from, microbatch=5)
     _own_microbatch(entry, size, dp)
     assert (entry["microbatch"], entry["dp"]) == expected
+
+
+def entry(place, **changes):
+    sides = {f"{name}_{side}": 4.0 for name in ("sumsq", "min", "max") for side in ("golden", "run")}
+    counts = {f"{name}_{side}": 0 for name in ("n_nan", "n_posinf", "n_neginf") for side in ("golden", "run")}
+    words = {"kind": "activation", "io": "output", "path": "0", "phase": "forward", "op": "", "state": "agree"}
+    numbers = {"step": 1, "microbatch": 0.0, "samples_from": 0.0, "error": 0.0, "tolerance": 1.0}
+    return {"name": f"m{place}", **words, **numbers, **sides, **counts, **changes}
+
+
+def flow_of(rows, at):
+    first = SimpleNamespace(**rows[at])
+    if math.isnan(rows[at]["microbatch"]):
+        first.microbatch = None
+    return flow(SimpleNamespace(first_divergence=first, table=pa.Table.from_pylist(rows)))
+
+
+def test_stops_are_the_few_around_the_first_divergence():
+    rows = [entry(n) for n in range(30)]
+    rows[20] |= {"state": "diverged", "n_nan_run": 1, "n_posinf_run": 2, "n_neginf_run": 4}
+    for n, changes in {18: {"state": "only_left"}, 17: {"state": "layout"}, 16: {"microbatch": 1.0}}.items():
+        rows[n] |= changes
+    rows += [entry(40, step=2), entry(41, kind="gradient")]
+    stops = flow_of(rows, 20)
+    assert [stop["name"] for stop in stops] == [
+        *(f"m{n}" for n in (10, 11, 12, 13, 14, 15, 19)),
+        *(f"m{n}" for n in range(20, 27)),
+    ]
+    (first,) = [stop for stop in stops if stop["first"]]
+    assert (first["name"], first["run"]["bad"], first["golden"]["bad"]) == ("m20", 7, 0)
+    assert first["run"]["norm"] == 2.0
+
+
+def test_what_belongs_to_no_microbatch_stands_with_its_like():
+    rows = [entry(0, microbatch=0.0), *(entry(n, microbatch=math.nan, kind="gradient") for n in (1, 2, 3))]
+    stops = flow_of(rows, 2)
+    assert [(stop["name"], stop["microbatch"]) for stop in stops] == [("m1", None), ("m2", None), ("m3", None)]
+
+
+def test_only_exchanges_of_its_ranks_microbatch_and_phase_carry_it():
+    def reduce(ranks, microbatch=0, phase="forward"):
+        return Exchange("all_reduce", "tp", ranks, "x", 0, microbatch, phase, 1024)
+
+    others = [reduce([4, 5]), reduce([0, 1], microbatch=1), reduce([0, 1], phase="backward")]
+    assert _carried(stop(io="output"), others, None, {0, 1}) == []
+    assert _carried(stop(io="output"), [*others, reduce([0, 1])], None, {0, 1}) == [
+        "carried by all_reduce over tp, ranks 0, 1, 1.0 KiB"
+    ]

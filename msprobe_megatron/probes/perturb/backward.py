@@ -127,11 +127,21 @@ class BackwardExaminer:
                 self._asked.ulps,
                 "backward",
                 self._examiner.whole_again(waiting.name),
+                forward=self._forward(waiting),
             )
             check = _EXACT.get(self._asked.mode) if self._examiner.profile == "ulp" else None
             self._examiner.examine(
                 case, waiting.name, waiting.in_step, where, str(number), None if check is None else check(number)
             )
+
+    def _forward(self, waiting: _Waiting) -> checks.Run:
+        """The call itself, once more."""
+
+        def run(some: tuple[Any, ...], more: dict[str, Any]) -> Any:
+            watch = not waiting.api.startswith("torch.")
+            return self._examiner.rerun.run(waiting.function, some, more, watch=watch)
+
+        return run
 
     def _product(self, waiting: _Waiting, number: int) -> checks.Run:
         """The vector-Jacobian product with respect to one of the tensors, as a function of inputs and gradient."""

@@ -35,7 +35,9 @@ class Cost(NamedTuple):
     examined: float
 
 
-def cost_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str, stage: str) -> Cost:
+def cost_of(
+    kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str, stage: str, api: str = ""
+) -> Cost:
     """What a call and its examination cost, from the shapes of its tensors.
 
     Example::
@@ -45,7 +47,7 @@ def cost_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     tensors = [t for t in (*args, *kwargs.values(), result) if isinstance(t, torch.Tensor)]
     moved = sum(t.numel() * t.element_size() for t in tensors)
     out = result.numel() if isinstance(result, torch.Tensor) else 0
-    terms = terms_of(kind, args, result) if kind == "gemm" and isinstance(result, torch.Tensor) else 1
+    terms = terms_of(kind, args, result, api) if kind == "gemm" and isinstance(result, torch.Tensor) else 1
     by_bytes, by_products = _SPEED.get(device, _FAST)
     slow = 1.5 if kind in ("softmax", "norm", "elementwise") and device == "cpu" else 1.0
     products = out * terms / by_products if kind == "gemm" else 0.0

@@ -21,7 +21,7 @@ from msprobe_megatron.probes.perturb.sampling import Sample, sample, terms_of
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Check = Callable[["Case", torch.Tensor], None]
 _DX, _X, _SUM = PLACE["dx_squares"], PLACE["x_squares"], PLACE["input_sum"]
-_NAN = PLACE["nan_live"]
+_NAN, _NAN_APART, _INF_APART = PLACE["nan_live"], PLACE["nan_apart"], PLACE["inf_apart"]
 _HOST = slice(PLACE["cpu_abs"], PLACE["cpu_balance"] + 1)
 EXACT = (torch.bfloat16, torch.float16, torch.float32)
 _ROOTS = {dtype: strength**0.5 for dtype, strength in noise.STRENGTH.items()}
@@ -49,6 +49,8 @@ class Case:
     terms: int = 1
     parameters: tuple[torch.Tensor, ...] = ()
     """Those of a module: a NaN in one of them is not the module's doing."""
+    forward: Run | None = None
+    """In backward: the call itself, where ``run`` is its vector-Jacobian product."""
 
 
 def repeat(case: Case, line: torch.Tensor) -> None:
@@ -76,7 +78,7 @@ def precision(case: Case, line: torch.Tensor) -> None:
 def host(case: Case, line: torch.Tensor) -> None:
     """The whole call on the host, in 64 bits."""
     if case.live.dtype in EXACT and case.live.numel():
-        case.terms = terms_of(case.kind, case.args, case.live)
+        case.terms = terms_of(case.kind, case.args, case.live, case.api)
         part = Sample(case.args, case.kwargs, lambda x: x.to("cpu"), case.terms)
         _exact(case, part, line, lambda x: twins.double(x.to("cpu")))
     input_sum(case, line)
@@ -88,7 +90,7 @@ def _exact(case: Case, part: Sample, line: torch.Tensor, change: twins.Change) -
     nudged = case.pick(case.run(twins.convert(args, reference.nudge), twins.convert(kwargs, reference.nudge)))
     live = part.cut(case.live)
     if exact.shape == live.shape and exact.is_floating_point():
-        exact, nudged = exact.double(), nudged.double()
+        exact, nudged = exact.double(), reference.inner(case.api, args, nudged.double())
         reference.judge_rows(live, exact, nudged, case.kind, part.terms, line[REFERENCE])
 
 
@@ -99,9 +101,10 @@ def ulp_noise(case: Case, line: torch.Tensor) -> None:
     )
     if moved is None:
         return
-    before, after = moved
-    change = (after - before).float()
-    line[_DX], line[_X] = change.square().sum(), before.float().square().sum()
+    sizes = torch.empty(pair.COUNT, dtype=line.dtype, device=line.device)
+    pair.compare(*moved, sizes)
+    line[_DX], line[_X] = sizes[PLACE["diff_squares"]], sizes[PLACE["live_squares"]]
+    case.terms = terms_of(case.kind, case.args, case.live, case.api)
     second = case.pick(case.run(args, kwargs))
     if second.shape == case.live.shape and second.dtype == case.live.dtype:
         pair.compare(case.live, second, line)
@@ -136,10 +139,9 @@ def as_msprobe(mode: str) -> Check:
         if mode == "to_cpu":
             against_host(case.live, second, line)
             return
-        live = case.live.to(second.dtype)
         floor = BACKWARD_FLOOR if case.stage == "backward" else _ROOTS.get(second.dtype, 1e-4)
-        if second.shape == live.shape:
-            pair.compare(live, second, line, floor)
+        if second.shape == case.live.shape:
+            pair.compare(case.live, second, line, floor)
 
     return check
 
@@ -171,17 +173,19 @@ def against_host(live: torch.Tensor, golden: torch.Tensor, line: torch.Tensor) -
         against_host(y, y_of_host, line)
     """
     wide = torch.float32 if live.dtype in HALF else torch.float64  # enough for limits of 2**-8 and 2**-11
-    x, y = live.detach().to(wide), golden.detach().to(device=live.device, dtype=wide)
-    finite = torch.isfinite(x) & torch.isfinite(y)
-    error = torch.where(finite, x - y, 0.0)
-    small = x.abs() < 1
-    size = y.abs()
-    absolute = torch.where(small, error.abs(), 0.0).max()
-    relative = torch.where(small, 0.0, error.abs() / size.clamp(min=1e-30)).max()
-    balance = (error / torch.where(size >= 1, size, 1.0)).mean()
-    line[_HOST] = torch.stack([absolute, relative, balance]).to(line.dtype)
-    line[PLACE["nan_apart"]] = (x.isnan() != y.isnan()).sum()
-    line[PLACE["inf_apart"]] = (x.isinf() != y.isinf()).sum()
+    most = torch.zeros(2, dtype=line.dtype, device=live.device)
+    total = torch.zeros(3, dtype=line.dtype, device=live.device)
+    for ours, theirs in pair.pieces(live.detach(), golden.detach().to(live.device)):
+        x, y = ours.to(wide), theirs.to(wide)
+        error = torch.where(torch.isfinite(x) & torch.isfinite(y), x - y, 0.0)
+        small, size = x.abs() < 1, y.abs()
+        absolute = torch.where(small, error.abs(), 0.0).max()
+        relative = torch.where(small, 0.0, error.abs() / size.clamp(min=1e-30)).max()
+        most = torch.maximum(most, torch.stack([absolute, relative]).to(line.dtype))
+        mean = (error / torch.where(size >= 1, size, 1.0)).sum(dtype=line.dtype)
+        total += torch.stack([mean, (x.isnan() != y.isnan()).sum(), (x.isinf() != y.isinf()).sum()]).to(line.dtype)
+    line[_HOST] = torch.cat([most, total[:1] / max(live.numel(), 1)])
+    line[_NAN_APART], line[_INF_APART] = total[1], total[2]
 
 
 def _first_changed(

@@ -61,7 +61,7 @@ def whole_gradient(number: int) -> checks.Check:
         checks.input_sum(case, line)
         if case.live.dtype in checks.EXACT and case.live.numel():
             args, kwargs, given = case.args
-            part = Sample(args, kwargs, _to_host, terms_of(case.kind, args, given))
+            part = Sample(args, kwargs, _to_host, terms_of(case.kind, args, given, case.api))
             _judge(case, part, _to_host(case.live), number, line, lambda x: twins.double(_to_host(x)))
 
     return check
@@ -76,7 +76,7 @@ def _judge(case: Case, part: Sample, live: torch.Tensor, number: int, line: torc
     def moved_by(x: torch.Tensor) -> torch.Tensor:
         return nudge(x, by)
 
-    kind, case.terms = case.kind, max(part.terms, given.shape[-1] if given.dim() else 1)
+    kind, case.terms = case.kind, _terms(case.kind, part.terms, given, live)
     broadcast = kind == "elementwise" and live.numel() < given.numel() and _spreads(live.shape, given.shape)
     if broadcast:
         kind, case.terms = "reduction", given.numel() // live.numel()
@@ -85,10 +85,40 @@ def _judge(case: Case, part: Sample, live: torch.Tensor, number: int, line: torc
         terms = case.run((*spread, given), {})
         exact, size = terms.sum_to_size(live.shape), terms.square().sum_to_size(live.shape).sqrt()
     else:
-        exact, size = case.run((args, kwargs, given), {}), case.run((args, kwargs, scramble(given)), {})
+        exact = case.run((args, kwargs, given), {})
+        size = _of_probabilities(case, args, kwargs, given) if kind == "softmax" else None
+        if size is None or size.shape != live.shape:
+            size = case.run((args, kwargs, scramble(given)), {})
     nudged = case.run((*twins.convert((args, kwargs), moved_by), moved_by(given)), {})
     if exact.shape == live.shape:
         judge_rows(live, exact, nudged, kind, case.terms, line[REFERENCE], by, scrambled=size)
+
+
+def _terms(kind: str, of_forward: int, given: torch.Tensor, live: torch.Tensor) -> int:
+    """How many numbers an element of the gradient is made from."""
+    if kind == "gemm":
+        # A product and its gradients take the same number of multiplications.
+        return max(1, given.numel() * of_forward // max(live.numel(), 1))
+    return max(of_forward, given.shape[-1] if given.dim() else 1, given.numel() // max(live.numel(), 1))
+
+
+def _of_probabilities(case: Case, args: Any, kwargs: Any, given: torch.Tensor) -> torch.Tensor | None:
+    """What a row of a softmax's gradient is made from, before it cancels.
+
+    The gradient is y (g - sum(y g)), and y is kept in the precision of training: where one of a row is nearly 1 the
+    difference is nearly nothing, and what y has lost is all of it. None for what is no such function.
+    """
+    if case.forward is None or "softmax" not in case.api:
+        return None
+    y = case.forward(args, kwargs)
+    dim = kwargs.get("dim", next((value for value in args[1:] if type(value) is int), -1))
+    if not isinstance(y, torch.Tensor) or y.shape != given.shape or type(dim) is not int or not y.dim():
+        return None
+    if "log_softmax" in case.api:
+        parts = given.abs() + y.exp() * (1 + y.abs()) * given.sum(dim, keepdim=True).abs()
+    else:
+        parts = y.abs() * (given.abs() + (y * given).abs().sum(dim, keepdim=True))
+    return parts.amax(dim, keepdim=True).expand(y.shape)
 
 
 def _change_one(values: Any, number: int, change: twins.Change) -> Any:

@@ -64,13 +64,14 @@ class ModuleExaminer:
     def watch(self, name: str, module: nn.Module, now: Callable[[], Any]) -> Any:
         """Set the hook; `now` gives the pass in which a call is made, or None if it is not wanted."""
 
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            where = now()
+        # A hook that is taken away while torch walks over the hooks is still called, then without the kwargs.
+        def hook(_: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> None:
+            where = now() if len(kwargs_and_output) > 1 else None
             if where is None or name in self._left_alone:
                 return
             try:
                 with _own_work(), torch.no_grad():
-                    self._examine(name, module, where, args, kwargs, output)
+                    self._examine(name, module, where, args, *kwargs_and_output)
             except Exception as error:
                 self._examiner._fault(error, f"examination of {name}")
 

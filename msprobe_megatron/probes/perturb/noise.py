@@ -26,6 +26,8 @@ _INTEGERS = {
 STRENGTH = {torch.bfloat16: 1e-4, torch.float16: 1e-6, torch.float32: 1e-8, torch.float64: 1e-16}
 _MIX = 0x9E3779B97F4A7C15
 _ALL = (1 << 64) - 1
+_PIECE = 1 << 19
+"""Elements that are changed at once: so much, and the changed tensor, is what a nudge needs."""
 
 
 def signs_of(dim: int, first: int, count: int) -> npt.NDArray[np.int64]:
@@ -64,24 +66,43 @@ def add_ulps(x: torch.Tensor, ulps: int, numbering: Numbering | None = None) -> 
     integer = _INTEGERS.get(x.dtype)
     if integer is None or x.numel() == 0:
         return None
-    x = x.detach().contiguous()
-    bits, _ = digits(x.dtype)
-    width = torch.iinfo(integer).bits
-    top = torch.iinfo(integer).max
-    words = x.view(integer)
-    magnitude = words & top
-    smallest = 1 << bits  # the bit pattern of the smallest normal number
-    largest = (((1 << (width - 1 - bits)) - 1) << bits) - 1  # of the largest finite one
-    moved = (magnitude >= smallest + ulps) & (magnitude <= largest - ulps)
-    step = moved.to(integer) * ulps
+    x = x.detach()
+    signs = []
     for dim in range(x.dim()):
         if x.size(dim) > 1 or numbering is not None:
             shape = [1] * x.dim()
             shape[dim] = x.size(dim)
-            step = step * _signs(dim, _runs(x, dim, numbering), integer, x.device).view(shape)
+            signs.append(_signs(dim, _runs(x, dim, numbering), integer, x.device).view(shape))
     if x.dim() == 0:
-        step = step * int(signs_of(0, 0, 1)[0])
-    return (words + step).view(x.dtype)
+        signs.append(_signs(0, ((0, 1),), integer, x.device)[0])
+    if x.numel() <= _PIECE:
+        return _step(x, ulps, signs)
+    # Besides the result only pieces: it may be as large as all gradients of the job.
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    wide = max(range(x.dim()), key=x.size)
+    rows = max(1, _PIECE * x.size(wide) // x.numel())
+    for first in range(0, x.size(wide), rows):
+        count = min(rows, x.size(wide) - first)
+        some = [sign.narrow(wide, first, count) if sign.size(wide) > 1 else sign for sign in signs]
+        y.narrow(wide, first, count).copy_(_step(x.narrow(wide, first, count), ulps, some))
+    return y
+
+
+def _step(x: torch.Tensor, ulps: int, signs: list[torch.Tensor]) -> torch.Tensor:
+    integer = _INTEGERS[x.dtype]
+    bits, _ = digits(x.dtype)
+    width = torch.iinfo(integer).bits
+    words = x.contiguous().view(integer)
+    magnitude = words & torch.iinfo(integer).max
+    smallest = 1 << bits  # the bit pattern of the smallest normal number
+    largest = (((1 << (width - 1 - bits)) - 1) << bits) - 1  # of the largest finite one
+    step = ((magnitude >= smallest + ulps) & (magnitude <= largest - ulps)).to(integer)
+    del magnitude
+    step *= ulps
+    for sign in signs:
+        step *= sign
+    step += words
+    return step.view(x.dtype)
 
 
 def _runs(x: torch.Tensor, dim: int, numbering: Numbering | None) -> tuple[tuple[int, int], ...]:
@@ -102,8 +123,10 @@ def add_noise(x: torch.Tensor) -> torch.Tensor | None:
     strength = STRENGTH.get(x.dtype)
     if strength is None or x.numel() == 0:
         return None
-    x = x.detach()
-    return torch.where(x.abs() > strength**0.5, x + strength, x)
+    y = x.detach().clone()
+    for piece in torch.split(_flat(y), _PIECE):
+        piece.copy_(torch.where(piece.abs() > strength**0.5, piece + strength, piece))
+    return y
 
 
 def flip_last_bit(x: torch.Tensor) -> torch.Tensor | None:
@@ -116,9 +139,16 @@ def flip_last_bit(x: torch.Tensor) -> torch.Tensor | None:
     integer = _INTEGERS.get(x.dtype)
     if integer is None or x.numel() == 0:
         return None
-    x = x.detach().contiguous()
-    normal = (x.abs() > torch.finfo(x.dtype).smallest_normal).to(integer)
-    return (x.view(integer) ^ normal).view(x.dtype)
+    y = x.detach().clone()
+    for piece in torch.split(_flat(y), _PIECE):
+        normal = (piece.abs() > torch.finfo(x.dtype).smallest_normal).to(integer)
+        piece.view(integer).bitwise_xor_(normal)
+    return y
+
+
+def _flat(y: torch.Tensor) -> torch.Tensor:
+    """The elements of a copy, in whatever order they lie: a copy has no holes."""
+    return y.as_strided((y.numel(),), (1,))
 
 
 def swap_ends(x: torch.Tensor) -> torch.Tensor | None:

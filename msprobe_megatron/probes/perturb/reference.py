@@ -41,6 +41,22 @@ def nudge(x: torch.Tensor, by: float = WORKING) -> torch.Tensor:
     return x * factor
 
 
+def inner(api: str, args: tuple[Any, ...], nudged: torch.Tensor) -> torch.Tensor:
+    """The answer to nudged inputs, and to a nudge of what is computed on the way, where that is far larger.
+
+    A gelu is x times (1 + erf), which for a negative x is the difference of two numbers near 1: what is rounded there
+    comes out times x, however small the result.
+
+    Example::
+
+        inner("torch.nn.functional.gelu", (x,), nudged)
+    """
+    x = args[0] if args else None
+    if "gelu" in api and isinstance(x, torch.Tensor) and x.shape == nudged.shape and x.is_floating_point():
+        return nudged + WORKING * x.to(device=nudged.device, dtype=nudged.dtype)
+    return nudged
+
+
 def scramble(x: torch.Tensor) -> torch.Tensor:
     """A 64-bit tensor with the signs of its elements changed as a hash of their place says.
 

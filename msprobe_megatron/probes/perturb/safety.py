@@ -13,9 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
 
 _Mode: Any = _python_dispatch.TorchDispatchMode
+_weak_reference: Any = StorageWeakRef
 _COLLECTIVE = re.compile(
     r"distributed|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast$|barrier|(^|\.)i?(send|recv)$"
     r"|_parallel_region|p2p"
@@ -116,8 +118,9 @@ class Guard(_Mode):  # type: ignore[misc]
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._own and not _aliases(tensor, args):
-                # Kept alive: the number of a freed storage may be given to one that is not ours.
-                self._own[storage._cdata] = storage
+                # The memory is given back when its tensor is, but as long as the reference is held no other storage
+                # gets the same number.
+                self._own[storage._cdata] = _weak_reference(storage)
         return result
 
     def _check_writes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ def sample(
         part = sample("torch.softmax", "softmax", (x, -1), {}, y, rows=16)
         exact = torch.softmax(part.args[0].double(), -1)      # to be compared with part.cut(y)
     """
-    terms = terms_of(kind, args, result)
+    terms = terms_of(kind, args, result, api)
     if rows == 0 or result.dim() == 0:
         return _whole(args, kwargs, terms, limited=rows != 0)
     if kind == "gemm":
@@ -101,8 +101,8 @@ def _whole(args: tuple[Any, ...], kwargs: dict[str, Any], terms: int, *, limited
     return None if limited and size > _WHOLE_ELEMENTS else Sample(args, kwargs, _same, terms)
 
 
-def terms_of(kind: str, args: tuple[Any, ...], result: torch.Tensor) -> int:
-    """How many numbers an element of the result is made from.
+def terms_of(kind: str, args: tuple[Any, ...], result: torch.Tensor, api: str = "") -> int:
+    """How many numbers an element of the result is made from; for a convolution ``api`` must be told.
 
     Example::
 
@@ -112,6 +112,8 @@ def terms_of(kind: str, args: tuple[Any, ...], result: torch.Tensor) -> int:
     if not tensors or kind == "elementwise":
         return 1
     if kind == "gemm":
+        if "conv" in api and len(tensors) > 1 and tensors[1].dim() > 2 and tensors[1].numel():  # noqa: PLR2004
+            return tensors[1].numel() // tensors[1].shape["transpose" in api]
         # The factor before the last tensor: `x @ w`, `addmm(b, x, w)`, and the weight (outputs, inputs) of `linear`.
         factor = tensors[-2] if len(tensors) > 1 else tensors[0]
         return factor.shape[-1] if factor.dim() else 1

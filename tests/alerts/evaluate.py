@@ -1,0 +1,217 @@
+"""How far figures of clean jobs are from what is usual, and how far those of broken ones: the defaults of `spike`.
+
+`python -m tests.alerts.evaluate FOLDER` trains all jobs below (some minutes; those that are in the folder already are
+taken from there) and prints the two tables of docs/monitor.md. Not a test: tests/alerts/test_defaults.py holds what
+was chosen by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow.dataset as ds
+import torch
+
+from msprobe_megatron.probes.alerts.history import Steps
+from msprobe_megatron.probes.alerts.rules import ENOUGH
+from tests.checks.jobs import BEFORE, Now
+from tests.compare.faults import named, weight
+from tests.compare.layouts import MORE
+from tests.distributed.layouts import LAYOUTS, flags_of
+from tests.forked import run_forked
+
+STEPS, AT, WINDOW = 48, 40, 32
+PROBE = "monitor: {update: true, clipped: true, microbatch_gradients: true}\n"
+_NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+_BALANCED = "--lr 3e-4 --moe-aux-loss-coeff 0.1"
+# Name: layout, more flags. The rate of those that warm up rises from nothing over the first 24 steps.
+CLEAN = {
+    "single": ("single", "--lr 3e-4 --seed 1"),
+    "fast": ("single", "--lr 3e-3 --seed 2"),
+    "no_dropout": ("single", f"--lr 1e-3 --seed 3 {_NO_DROPOUT}"),
+    "warm_up": ("single", "--lr 3e-3 --seed 4"),
+    "bf16": ("bf16", "--lr 1e-3 --seed 5"),
+    "tp2_sp": ("tp2_sp", "--lr 1e-3 --seed 6"),
+    "pp2_vpp2": ("pp2_vpp2", "--lr 3e-4 --seed 7"),
+    "dp2_distopt": ("dp2_distopt", "--lr 1e-3 --seed 8"),
+    "cp2": ("cp2", "--lr 1e-3 --seed 9"),
+    "moe": ("moe", f"{_BALANCED} --seed 10"),
+    "moe_fast": ("moe", "--lr 1e-3 --moe-aux-loss-coeff 0.1 --seed 11"),
+    "ep2": ("ep2", f"{_BALANCED} --seed 12"),
+}
+FAULTS = {
+    "bad_batch": ("dp2", "--lr 3e-3"),
+    "bucket_skipped": ("dp2", "--lr 1e-3"),
+    "weight_bit": ("single", "--lr 1e-3"),
+    "layer_x5": ("single", "--lr 1e-3"),
+    "layer_x100": ("single", "--lr 1e-3"),
+    "all_x5": ("single", "--lr 1e-3"),
+    "rate_x10": ("single", "--lr 1e-3"),
+}
+_ROUTED = re.compile(r"(?:^|\.)(?:router|(?:local_)?experts)(?:\.|$)")
+
+
+class Figure(NamedTuple):
+    """One figure of one step: its group, by which factor (as a logarithm) and by how many deviations it is off."""
+
+    group: str
+    name: str
+    step: int
+    off: float
+    deviations: float
+
+
+def train(argv: list[str], job: str) -> list[float]:
+    """Train in this rank, with the fault that the job is called after, if it is one."""
+    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.demo.train import Callbacks
+
+    Now.step = 0
+    if job in BEFORE:
+        BEFORE[job](AT)
+    built: list[Any] = []
+
+    def set_rates(step: int) -> None:
+        for group in built[1].param_groups:
+            full = group.setdefault("full_lr", group["lr"])
+            if job == "warm_up":
+                group["lr"] = full * min(1.0, (step + 1) / 24)
+            if job == "rate_x10" and step == AT:
+                group["lr"] = full * 10
+
+    def ready(chunks: Any, optimizer: Any) -> None:
+        built.extend((chunks, optimizer))
+        set_rates(0)
+
+    def gradients(iteration: int) -> None:
+        factor = {"layer_x5": 5.0, "all_x5": 5.0, "layer_x100": 100.0}.get(job)
+        if factor is None or iteration - 1 != AT:
+            return
+        some = built[0] if job == "all_x5" else [named(built[0], "decoder.layers.2")]
+        for module in some:
+            for value in module.parameters():
+                value.main_grad.mul_(factor)
+
+    def after(step: Any) -> None:
+        Now.step = step.iteration
+        set_rates(step.iteration)
+        if job == "weight_bit" and step.iteration == AT:
+            # The highest bit of the exponent of one weight: 0.01 becomes 1e36.
+            weight(built[0], "decoder.layers.1.mlp.linear_fc1.weight").data.view(-1).view(torch.int32)[3] ^= 1 << 28
+
+    return run(argv, Callbacks(ready=ready, gradients=gradients, step=after)).losses
+
+
+def run_of(root: Path, job: str, layout: str, more: str) -> Path:
+    """The run directory of a job, trained if it is not there."""
+    out = root / job
+    if not out.exists():
+        config = root / "probe.yaml"
+        config.write_text(PROBE)
+        known = {**LAYOUTS, **MORE}[layout]
+        flags = flags_of("single", dropout=True) + known.flags.split() + more.split()
+        flags += ["--train-iters", str(STEPS), "--msprobe-config", str(config), "--msprobe-output", str(out)]
+        run_forked(known.world, train, [*flags, "--no-check-for-nan-in-loss-and-grad"], job, timeout=1200)
+    return out
+
+
+def figures(run: Path) -> Iterator[Figure]:
+    """Every figure that is judged, against the steps before it."""
+    columns = ["step", "rank", "kind", "name", "io", "path", "phase", "vpp", "dtype"]
+    columns += ["sumsq", "numel", "n_nan", "n_posinf", "n_neginf"]
+    rows = ds.dataset(run / "monitor", format="parquet").to_table(columns=columns).to_pylist()
+    by_rank: dict[int, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if _group(row):
+            by_rank[row["rank"]][row["step"]].append(row)
+    for steps in by_rank.values():
+        history, numbers = Steps(WINDOW), {}
+        for step in sorted(steps):
+            key = ("kind", "name", "io", "path", "phase", "vpp")
+            now = steps[step]
+            series = np.array([numbers.setdefault(tuple(row[k] for k in key), len(numbers)) for row in now])
+            with np.errstate(divide="ignore"):
+                logs = np.array([_log(row) for row in now])
+            usual = history.usual(series)
+            off = logs - usual.median
+            for i in np.flatnonzero((usual.steps >= ENOUGH) & np.isfinite(off)):
+                wide = usual.deviation[i] * (1 + 2 * ENOUGH / usual.steps[i])
+                deviations = abs(off[i]) / wide if wide else np.inf
+                yield Figure(_group(now[i]), now[i]["name"], step, float(off[i]), float(deviations))
+            history.add(series, logs)
+
+
+def _log(row: dict[str, Any]) -> float:
+    if row["n_nan"] or row["n_posinf"] or row["n_neginf"] or not row["numel"]:
+        return np.nan
+    return float(np.log(row["sumsq"] / row["numel"]) / 2)
+
+
+def _group(row: dict[str, Any]) -> str:
+    """What has one bound; nothing for rows that are not judged."""
+    kind = row["kind"]
+    if kind not in ("loss", "activation", "gradient", "grad_unreduced", "grad_reduced", "grad_clipped", "update"):
+        return ""
+    if "float" not in (row["dtype"] or "") or row["name"] in ("loss_scale", "lr", "learning_rate", "skipped"):
+        return ""
+    if kind == "loss":
+        return "grad norm" if row["name"] == "grad_norm" else "loss"
+    if kind == "update" and row["io"] != "change":
+        return ""
+    if kind != "activation" and _ROUTED.search(row["name"]):
+        return f"{kind}, routed"
+    return f"{kind}, microbatch" if kind == "gradient" or row["path"] == "microbatch" else kind
+
+
+def _factor(off: float) -> str:
+    return f"{np.exp(abs(off)):.3g}"
+
+
+def clean_table(found: dict[str, list[Figure]]) -> str:
+    """Groups by how far clean figures are off: upwards, downwards, and those beyond 8 deviations."""
+    lines = ["| figures | judged | deviations, 99.9 % | largest factor up | down | of those beyond 8 deviations: up | down |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for group in sorted(found):
+        off = np.array([f.off for f in found[group]])
+        deviations = np.array([f.deviations for f in found[group]])
+        far = off[deviations > 8]
+        parts = [(off, 1), (off, -1), (far, 1), (far, -1)]
+        extremes = [_factor((side * values).max()) if (side * values > 0).any() else "-" for values, side in parts]
+        lines.append(f"| {group} | {len(off)} | {np.quantile(deviations, 0.999):.1f} | {' | '.join(extremes)} |")
+    return "\n".join(lines)
+
+
+def fault_table(job: str, found: list[Figure]) -> str:
+    """The figures of the first broken step, by group: the largest factor and its deviations."""
+    first = [f for f in found if f.step == AT]
+    words = []
+    for group in sorted({f.group for f in first}):
+        most = max((f for f in first if f.group == group), key=lambda f: min(abs(f.off), f.deviations))
+        words.append(f"{group} ×{np.exp(most.off):.3g} ({most.deviations:.0f})")
+    return f"| {job} | {', '.join(words)} |"
+
+
+def main(root: Path) -> None:
+    """Train, measure, print."""
+    root.mkdir(parents=True, exist_ok=True)
+    groups: dict[str, list[Figure]] = defaultdict(list)
+    for job, (layout, more) in CLEAN.items():
+        for figure in figures(run_of(root, job, layout, more)):
+            groups[figure.group].append(figure)
+        print(f"{job}: done", file=sys.stderr, flush=True)
+    print(clean_table(groups))
+    print("\n| fault, first step | factor (deviations) |\n|---|---|")
+    for job, (layout, more) in FAULTS.items():
+        print(fault_table(job, list(figures(run_of(root, job, layout, more)))), flush=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main(Path(sys.argv[1] if len(sys.argv) > 1 else "evaluated"))
