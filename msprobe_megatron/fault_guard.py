@@ -43,6 +43,8 @@ class FaultGuard:
     def __init__(self, voice: Voice, strict: bool) -> None:
         self._voice, self._strict = voice, strict
         self._thread = threading.get_ident()
+        self.turn = threading.RLock()
+        """Held while a step begins or ends: other threads of the host may run the model just then."""
         self._stopped = False
         self.first = ""
 
@@ -65,6 +67,10 @@ class FaultGuard:
             self._stopped = True
             raise ProbeFault(f"msprobe: {self.first} (strict: true)") from error
 
+    def forked(self) -> None:
+        """In a forked child, where the thread that holds the turn does not exist."""
+        self.turn = threading.RLock()
+
     def others_stopped(self) -> None:
         """Training failed on this rank: under `strict`, say so if it did because another rank stopped the job."""
         if not self._strict or self.first:
@@ -77,6 +83,17 @@ class FaultGuard:
             if event.get("event") == "fault" and event.get("rank") != self._voice.rank:
                 self._voice.say(f"rank {event.get('rank')} stopped the job: {event.get('text')}", "stopped")
                 return
+
+
+def alone(method: _Method) -> _Method:
+    """One thread at a time in the methods of a session that begin and end a step."""
+
+    @functools.wraps(method)
+    def waited(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._guard.turn:
+            return method(self, *args, **kwargs)
+
+    return waited  # type: ignore[return-value]
 
 
 def guarded(method: _Method) -> _Method:

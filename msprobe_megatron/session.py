@@ -22,7 +22,7 @@ from msprobe_megatron.config import ProbeConfig
 from msprobe_megatron.control import Control
 from msprobe_megatron.dispatch import DISPATCHER
 from msprobe_megatron.dumping import Dumping
-from msprobe_megatron.fault_guard import REFUSALS, FaultGuard, guarded
+from msprobe_megatron.fault_guard import REFUSALS, FaultGuard, alone, guarded
 from msprobe_megatron.parts import NEVER, Job, Parts
 from msprobe_megatron.parts_asked import make_parts
 from msprobe_megatron.patches.optimizer import wrap_step
@@ -31,7 +31,7 @@ from msprobe_megatron.record.directory import RunDirectory
 from msprobe_megatron.record.writer import Writer
 from msprobe_megatron.step_numbers import StepNumbers
 from msprobe_megatron.topology import coordinates, host, names
-from msprobe_megatron.voice import Voice
+from msprobe_megatron.voice import Voice, last_line
 from msprobe_megatron.while_recording import WhileRecording
 
 
@@ -60,15 +60,13 @@ class Session:
         self.where = coordinates.current() if groups is None else coordinates.from_groups(groups)
         config.ranks.check(self.where.world, self.where.sizes())
         self.selected = config.ranks.selects(self.where.rank, self.where.position())
-        self.closed = False
-        self._steps = 0
+        self.closed, self._steps = False, 0
         self._chunks, self._optimizer = list(chunks), optimizer
         self._chunk_of = {id(m): i for i, chunk in enumerate(chunks) for m in (chunk, names.unwrap(chunk))}
         self._numbers = StepNumbers(step)
-        self._open = self._recording = False
+        self._open = self._recording = self.in_schedule = False
         self._schedules: set[str] = set()
         self._undo: list[Callable[[], None]] = []
-        self.in_schedule = False
         self._next = NEVER
         output = Path(config.output) / tag if tag else Path(config.output)
         self.directory = RunDirectory.create(output)
@@ -154,7 +152,7 @@ class Session:
             return
         self._open = True
         step = self._coming()
-        if step is None or step < self._next:
+        if step is None or step < self._next or self.closed:
             return
         self._start(step, schedule)
 
@@ -223,6 +221,7 @@ class Session:
         if self._recording and len(store) > self._stored:
             self.parts.tell("reported", store[-1], self.clock.moment)
 
+    @alone
     def forward_begin(self, model: nn.Module) -> None:
         """A plain loop calls the model: the first call of a step begins it, each call is a microbatch."""
         if self.in_schedule:
@@ -241,6 +240,7 @@ class Session:
         finally:
             self._tell("resume")
 
+    @alone
     def _tell(self, what: str) -> None:
         if self._recording:
             try:
@@ -281,6 +281,7 @@ class Session:
         """The outermost optimizer is about to step."""
         self._tell("before_optimizer")
 
+    @alone
     def optimizer_end(self, result: Any = None) -> None:
         """The optimizer has stepped and returned `result`: the step is over."""
         if not self._open and not self.closed:
@@ -331,6 +332,7 @@ class Session:
     def leave(self) -> None:
         """In a forked child: see nothing any more, and leave the files to the parent."""
         self.closed, self._next, self._recording = True, NEVER, False
+        self._guard.forked()
         self.parts.remove()
         self._while_recording.revert()
 
@@ -341,14 +343,19 @@ class Session:
         self.closed = True
         if self.selected:
             atexit.unregister(self.close)
-            parts = [part.close for part in self.parts.all]
-            for last in (self._detach, *parts, self._close_writer, self._tell_rest, self._write_rank_file):
+            for last in (
+                self._detach,
+                *(part.close for part in self.parts.all),
+                self._write_rest,
+                self._write_rank_file,
+            ):
                 try:
                     last()
                 except Exception as error:
                     self.fault(error, "close")
             self._guard.stop()
 
+    @alone
     def _detach(self) -> None:
         if self._recording:
             self._finish(complete=False)
@@ -358,13 +365,11 @@ class Session:
         for undo in self._undo:
             undo()
 
-    def _close_writer(self) -> None:
+    def _write_rest(self) -> None:
         self.writer.close()
-
-    def _tell_rest(self) -> None:
         for text in self.not_happened():
             self.voice.say(text, "not_happened")
-        self.voice.tell(f"{self._steps} steps recorded; look at them: msprobe-megatron summary {self.directory.path}")
+        self.voice.tell(last_line(self._steps, self.directory.path))
 
     @property
     def steps_recorded(self) -> list[int]:

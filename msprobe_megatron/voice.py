@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from pathlib import Path
 from typing import TextIO
 
 from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.record.events import read_events
 
 
 class Voice:
@@ -36,6 +38,18 @@ class Voice:
         """One line on rank 0's standard output, where it lands in the job's log."""
         if self.rank == 0:
             _print(f"msprobe: {text}", sys.stdout)
+
+
+def last_line(steps: int, run: Path) -> str:
+    """What is said when a run ends: how much there is, and the command to go on with.
+
+    Example: ``last_line(12, Path("probe_out"))``.
+    """
+    alerts = sum(event.get("event") == "alert" for event in read_events(run))
+    if not alerts:
+        return f"{steps} steps recorded; look at them: msprobe-megatron summary {run}"
+    words = f"{alerts} alert{'' if alerts == 1 else 's'}"
+    return f"{steps} steps recorded, {words}; what came first and why: msprobe-megatron diagnose {run}"
 
 
 def _print(line: str, stream: TextIO | None) -> None:

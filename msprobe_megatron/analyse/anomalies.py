@@ -6,6 +6,7 @@ in the pipeline (down the stages in the forward, up again in the backward) and t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ from msprobe_megatron.record.events import read_events
 
 _EVENTS = ("alert", "nonfinite", "check")
 _PHASES = {"forward": 0, "recompute": 1, "backward": 2, "optimizer": 3}
-_SAME = ("step", "event", "rule", "kind", "name", "io", "path", "microbatch", "phase")
+SAME = ("step", "event", "rule", "kind", "name", "io", "path", "microbatch", "phase")
+"""What is alike in the events of several ranks that tell of one thing."""
 _UNKNOWN = 1 << 40
 
 
@@ -59,8 +61,9 @@ def anomalies(run: Run) -> list[Anomaly]:
     """
     events = [event for event in read_events(run.path) if event.get("event") in _EVENTS]
     grouped: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for event in sorted(events, key=lambda event: order_of(event, run)):
-        grouped.setdefault(tuple(repr(event.get(key)) for key in _SAME), []).append(event)
+    places = {rank: facts.get("coordinates", {}) for rank, facts in run.ranks.items()}
+    for event in sorted(events, key=lambda event: order_of(event, places)):
+        grouped.setdefault(tuple(repr(event.get(key)) for key in SAME), []).append(event)
     found = []
     for same in grouped.values():
         told = {rank for event in same for rank in (event.get("ranks") or [event.get("rank")]) if isinstance(rank, int)}
@@ -68,17 +71,19 @@ def anomalies(run: Run) -> list[Anomaly]:
     return found
 
 
-def order_of(event: dict[str, Any], run: Run) -> tuple[int, ...]:
+def order_of(event: Mapping[str, Any], places: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
     """Key to sort events by: step, weights before microbatches before what belongs to the whole step, and so on.
+
+    `places` are the coordinates of every rank.
 
     Example::
 
-        sorted(events, key=lambda event: order_of(event, run))
+        sorted(events, key=lambda event: order_of(event, {0: {"pp": 0, "pp_size": 2}, 1: {"pp": 1, "pp_size": 2}}))
     """
     phase = _PHASES.get(str(event.get("phase")), 3)
     microbatch = event.get("microbatch")
     whole = 0 if event.get("kind") == "parameter" else 1 if isinstance(microbatch, int) else 2
-    place = run.ranks.get(_number(event.get("rank"), -1), {}).get("coordinates", {})
+    place = places.get(_number(event.get("rank"), -1), {})
     stage = _number(event.get("vpp"), 0) * _number(place.get("pp_size"), 1) + _number(place.get("pp"), 0)
     return (
         _number(event.get("step"), _UNKNOWN),

@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import duckdb
 
+from msprobe_megatron.analyse.anomalies import SAME, order_of
 from msprobe_megatron.analyse.checked import RunError, rows_problem, run_facts
 from msprobe_megatron.record.events import read_events
 
 _STEPS = re.compile(r"steps_(\d+)_(\d+)\.parquet$")
+_SHOWN = 8
 _EVENTS = ("alert", "recorder", "fault", "check_missing", "check_fault", "alert_fault")
 MEASURES = {
     "gradients": "kind = 'grad_reduced'",
@@ -88,11 +91,28 @@ def look(path: str | Path, window: int = 60, measure: str | None = None) -> Live
     files = _files(root, window)
     live = Live(str(root), int(facts.get("world", 1)), len({file.parent for file in files}))
     live.alerts = sum(event["event"] == "alert" for event in events)
-    live.events = events[-8:]
+    live.events = _last_events(events, facts)
     if files:
         live.age = time.time() - max(file.stat().st_mtime for file in files)
         _curves(live, files, window, measure)
     return live
+
+
+def _last_events(events: Sequence[dict[str, Any]], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The last ones: those of one step in order of cause, what several ranks say alike once, with `ranks`."""
+    listed = facts.get("ranks")
+    found = [at for at in listed if isinstance(at, dict)] if isinstance(listed, list) else []
+    places = {at["rank"]: at for at in found if isinstance(at.get("rank"), int)}
+    began: dict[str, int] = {}
+    for event in events:
+        began.setdefault(repr(event.get("step")), len(began))
+    merged: dict[tuple[str, ...], dict[str, Any]] = {}
+    for event in sorted(events, key=lambda event: (began[repr(event.get("step"))], order_of(event, places))):
+        alike = SAME if "name" in event else ("step", "event", "steps" if "steps" in event else "text")
+        told = merged.setdefault(tuple(repr(event.get(key)) for key in alike), {**event, "ranks": []})
+        if isinstance(event.get("rank"), int):
+            told["ranks"] = sorted({*told["ranks"], event["rank"]})
+    return list(merged.values())[-_SHOWN:]
 
 
 def _files(root: Path, window: int) -> list[Path]:

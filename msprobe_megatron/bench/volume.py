@@ -1,7 +1,8 @@
 """How much the task `tensor` writes, by calculation, and how fast: the tables of data volume of seeds 000 and 001.
 
 The size of a dump is a sum of products of the model's dimensions. Their coefficients are found once from small models
-of the same architecture; a further small model that was not among them says how far the calculation is off.
+of the same architecture, cut as the given one is; a further small model that was not among them says how far the
+calculation is off.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from msprobe_megatron.bench.layouts import ONE_CARD, Layout
+from msprobe_megatron.bench.lone_rank import lone_rank
 from msprobe_megatron.bench.options import Options
 from msprobe_megatron.bench.turns import BenchFailed
 
 ABOUT = (
     "Bytes of saved tensors of one step, each distinct tensor once (bf16), by level and microbatches a step: on one"
-    " rank without tensor parallelism and on eight such ranks; files at most. Calculated from small models of the same"
-    " architecture; held out: a model that was not among them, and how far its calculated size is off. Attention is not"
-    " fused: its scores are half of L1; the seeds cut each model over eight cards and fuse, so that their sizes are"
-    " others. speed: what the kit's writer reaches over a plain sequential one on the same disk, and the seconds in"
-    " which training waited for it."
+    " rank and on eight; files at most. tp8: the model is cut over the eight by tensor and sequence parallelism; else"
+    " each of them holds all of it. Calculated from small models of the same architecture and layout; held out: a model"
+    " that was not among them, and how far its calculated size is off. Attention is not fused: its scores are half of"
+    " L1; the seeds fuse, so that their sizes are others. speed: what the kit's writer reaches over a plain sequential"
+    " one on the same disk, and the seconds in which training waited for it."
 )
 LEVELS = ("L0", "L1", "mix")
 
@@ -120,12 +123,15 @@ MODELS = {
     "GPT-3, 1 layer": Shape(1, 12288, 49152, 24, 1024, 50304, 2),
     "GPT-3, 8 layers": Shape(8, 12288, 49152, 24, 1024, 50304, 2),
 }
+TP8 = Layout(tp=8, sequence_parallel=True)
 BATCHES, RANKS = (1, 2, 3), 8
 # Megatron's flags that a size follows from; those without a value must be given.
 _MODEL_FLAGS: dict[str, int | None] = {
     **{"--num-layers": None, "--hidden-size": None, "--num-attention-heads": None, "--seq-length": None},
     **{"--ffn-hidden-size": 0, "--vocab-size": 32000, "--micro-batch-size": 1},
+    **{"--tensor-model-parallel-size": 1, "--pipeline-model-parallel-size": 1, "--context-parallel-size": 1},
 }
+Model = tuple[Shape, Layout]
 _SPEED_BYTES, _SPEED_TENSOR = 384 << 20, 4 << 20
 
 
@@ -137,43 +143,83 @@ def bench(options: Options) -> list[dict[str, Any]]:
         bench(Options(Path("bench_out"), only="L0"))
     """
     models = _models(options.model)
+    layouts = list(dict.fromkeys(layout for _, layout in models.values()))
     lines: list[dict[str, Any]] = []
     for level in (level for level in LEVELS if options.only in (None, level)):
-        sizes = []
-        for at, shape in enumerate(CALIBRATION):
-            options.progress(f"{level}: {len(CALIBRATION)} small models", at / len(CALIBRATION))
-            sizes.append(recorded(shape, level))
-        weights = fitted(CALIBRATION, [size for size, _ in sizes])
-        actual, files = recorded(HELD_OUT, level)
-        calculated = calculation(weights, HELD_OUT)
-        error = calculated / actual - 1
-        lines.append({"name": f"held out:{level}", "bytes": actual, "files": files, "error": error, "target": 0.02})
-        for model, shape in models.items():
-            for batch in BATCHES:
-                size = round(calculation(weights, Shape(**{**vars(shape), "microbatches": batch})))
-                lines.append(
-                    {
-                        **{"name": f"{model}:{level}:batch {batch}", "bytes": size, "files": _files(size)},
-                        **{f"bytes_of_{RANKS}_ranks": size * RANKS, f"files_of_{RANKS}_ranks": _files(size) * RANKS},
-                    }
-                )
+        for layout in layouts:
+            weights = {}
+            for name, (stage, _) in layout.stages().items():
+                weights[name], line = _calibrated(level, layout, stage, options)
+                lines.append({**line, "name": _joined("held out", level, layout_text(layout), name)})
+            for model, (shape, own) in models.items():
+                if own == layout:
+                    lines += _lines(model, level, layout.divided(shape), layout, weights)
     if options.only in (None, "speed"):
         options.progress("speed of the writer")
         lines.append({"name": "speed", **speeds(options.out, options.turns or 5), "target": 0.8})
     return lines
 
 
-def _models(asked: str | None) -> dict[str, Shape]:
-    """The seeds' models, one of them, or one that is given by Megatron's flags."""
+def _calibrated(
+    level: str, layout: Layout, stage: int, options: Options
+) -> tuple[npt.NDArray[np.float64], dict[str, Any]]:
+    """The coefficients of a level on a stage of a layout, and the line of the model that was held out."""
+    shapes = tuple(layout.fitting(shape) for shape in CALIBRATION)
+    sizes = []
+    for at, shape in enumerate(shapes):
+        options.progress(f"{level} {layout_text(layout)}: {len(shapes)} small models", at / len(shapes))
+        sizes.append(recorded(shape, level, layout, stage)[0])
+    weights = fitted(shapes, sizes)
+    held_out = layout.fitting(HELD_OUT)
+    actual, files = recorded(held_out, level, layout, stage)
+    error = calculation(weights, held_out) / actual - 1
+    return weights, {"bytes": actual, "files": files, "error": error, "target": 0.02}
+
+
+def _lines(
+    model: str, level: str, shape: Shape, layout: Layout, weights: dict[str, npt.NDArray[np.float64]]
+) -> list[dict[str, Any]]:
+    """By batch and stage: one rank, and as many ranks as hold the model once, at least eight."""
+    lines = []
+    ranks = max(RANKS, layout.world)
+    for batch in BATCHES:
+        own = {name: round(calculation(found, replace(shape, microbatches=batch))) for name, found in weights.items()}
+        each = {name: count * layout.tp * layout.cp for name, (_, count) in layout.stages().items()}
+        of_all = sum(own[name] * each[name] for name in own) * ranks // layout.world
+        files_of_all = sum(_files(own[name]) * each[name] for name in own) * ranks // layout.world
+        for name, size in own.items():
+            line = {"name": _joined(model, level, f"batch {batch}", name), "bytes": size, "files": _files(size)}
+            lines.append({**line, f"bytes_of_{ranks}_ranks": of_all, f"files_of_{ranks}_ranks": files_of_all})
+    return lines
+
+
+def layout_text(layout: Layout) -> str:
+    """The layout in a word; empty for one card.
+
+    Example: ``layout_text(Layout(tp=2, pp=2)) == "tp2 pp2"``.
+    """
+    sizes = [f"{axis}{size}" for axis, size in (("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp)) if size > 1]
+    return " ".join([*sizes, "sp"] if layout.sequence_parallel else sizes)
+
+
+def _joined(*words: str) -> str:
+    return ":".join(word for word in words if word)
+
+
+def _models(asked: str | None) -> dict[str, Model]:
+    """The seeds' models, one of them, or one that is given by Megatron's flags, with its layout."""
     from msprobe_megatron.bench.workloads import known
 
+    every = {name: (shape, ONE_CARD) for name, shape in MODELS.items()}
+    every |= {f"{name}, tp8": (MODELS[name], TP8) for name in ("LLaMA2-7B", "LLaMA2-13B")}
     if asked is None or asked == "all":
-        return MODELS
+        return every
     if not asked.startswith("--"):
-        return {known(asked, MODELS): MODELS[asked]}
+        return {known(asked, every): every[asked]}
     parser = argparse.ArgumentParser(prog="--model", add_help=False, exit_on_error=False)
     for flag, default in _MODEL_FLAGS.items():
         parser.add_argument(flag, type=int, default=default, required=default is None)
+    parser.add_argument("--sequence-parallel", action="store_true")
     try:
         given, _ = parser.parse_known_args(asked.split())
     except (argparse.ArgumentError, SystemExit):
@@ -183,7 +229,13 @@ def _models(asked: str | None) -> dict[str, Shape]:
     shape = Shape(
         given.num_layers, given.hidden_size, ffn, given.num_attention_heads, given.seq_length, given.vocab_size
     )
-    return {"model": replace(shape, microbatch=given.micro_batch_size)}
+    sizes = (given.tensor_model_parallel_size, given.pipeline_model_parallel_size, given.context_parallel_size)
+    if min(sizes) < 1:
+        raise BenchFailed(f"--model {asked!r}: accepted are parallel sizes from 1")
+    # Megatron has no sequence to cut without tensor parallel ranks.
+    layout = Layout(*sizes, sequence_parallel=given.sequence_parallel and sizes[0] > 1)
+    layout.divided(shape)
+    return {"model": (replace(shape, microbatch=given.micro_batch_size), layout)}
 
 
 def _files(size: int) -> int:
@@ -193,15 +245,19 @@ def _files(size: int) -> int:
     return -(-size // PACK_BYTES) + 2
 
 
-def recorded(shape: Shape, level: str) -> tuple[int, int]:
-    """Bytes and files of the saved tensors of one step of a demo job of this shape."""
+def recorded(shape: Shape, level: str, layout: Layout = ONE_CARD, stage: int = 0) -> tuple[int, int]:
+    """Bytes and files of the saved tensors of one step of a demo job, on one rank of a stage that has this shape.
+
+    Example: ``recorded(HELD_OUT, "L1", Layout(tp=2))``.
+    """
     from msprobe_megatron import attach
     from msprobe_megatron.bench.turns import size_of
     from msprobe_megatron.config import Overrides, from_document
     from msprobe_megatron.demo.pretrain_gpt import run
     from msprobe_megatron.demo.train import Callbacks
 
-    with tempfile.TemporaryDirectory(prefix="msprobe_volume_") as folder:
+    rank = lone_rank(layout.rank(stage), layout.world)
+    with tempfile.TemporaryDirectory(prefix="msprobe_volume_") as folder, rank:
         out = Path(folder) / "run"
         config = from_document({"dump": {"level": level, "task": "tensor"}}, "bench", Overrides(output=str(out)))
         sessions: list[Any] = []
@@ -209,7 +265,8 @@ def recorded(shape: Shape, level: str) -> tuple[int, int]:
             attach(chunks, optimizer, config, step=0)
         )
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            run(shape.flags(), Callbacks(ready=ready))
+            whole = replace(shape, layers=shape.layers * layout.pp)
+            run([*whole.flags(), *layout.flags()], Callbacks(ready=ready))
             sessions[0].close()
         packs = list((out / "step_000000").rglob("*.safetensors"))
         return sum(_data_bytes(path) for path in packs), size_of(out / "step_000000")[1]

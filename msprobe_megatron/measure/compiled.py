@@ -103,6 +103,9 @@ class Compiled:
         # Statistics do not depend on the order: what fills its memory is read as it lies.
         if self.numbered or not is_dense(x):
             code, values, shape, strides, _ = key
+            if not self.numbered:  # in the order of the memory, as `msprobe_strided` reads it
+                order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+                shape, strides = [shape[dim] for dim in order], [strides[dim] for dim in order]
             plan = make_plan(code, values, shape, strides, numbering, self._cells)
             plan = plan._replace(held=(*plan.held, numbering))  # its identity is part of the key
         self._plans[key] = plan

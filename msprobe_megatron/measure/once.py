@@ -7,12 +7,14 @@ memory is for one step; it holds no tensor and keeps no storage alive.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
 
-_PRUNE_FROM = 4096
+_SWEEP = 2
+_SWEEP_BYTES = 32 << 10
 
 _Key = tuple[Hashable, ...]
 _Storage: Any = torch.UntypedStorage
@@ -45,10 +47,10 @@ class SeenTensors:
     def __init__(self) -> None:
         # Threads of the host may run the model at once. A weak reference that two of them free is a crash; reading
         # needs no lock.
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()
         self._slots: dict[_Key | None, int] = {}
-        self._storages: dict[int, tuple[int, list[_Key]]] = {}  # with the weak reference, a bare number
-        self._prune_at = _PRUNE_FROM
+        # With the weak reference, a bare number; first those that were not looked at for the longest time.
+        self._storages: OrderedDict[int, tuple[int, list[_Key]]] = OrderedDict()
         self.get = self._slots.get
         """The slot remembered under a key of `key_of`, or None."""
 
@@ -91,8 +93,7 @@ class SeenTensors:
         with self._changing:
             held = self._storages.get(cdata)
             if held is None:
-                if len(self._storages) >= self._prune_at:
-                    self._prune()
+                self._sweep(_SWEEP + x.nbytes // _SWEEP_BYTES)
                 held = self._storages[cdata] = (_weak(x.untyped_storage()), [])
             held[1].append(key)
             self._slots[key] = slot
@@ -131,7 +132,6 @@ class SeenTensors:
         for weak, _ in self._storages.values():
             _release(weak)
         self._storages.clear()
-        self._prune_at = _PRUNE_FROM
 
     def _drop(self, storage: int) -> None:
         held = self._storages.pop(storage, None)
@@ -141,11 +141,19 @@ class SeenTensors:
         for key in held[1]:
             self._slots.pop(key, None)
 
-    def _prune(self) -> None:
-        # A freed storage leaves a few bytes behind for as long as the weak reference stands.
-        for storage in [cdata for cdata, (weak, _) in self._storages.items() if _expired(weak)]:
-            self._drop(storage)
-        self._prune_at = max(_PRUNE_FROM, 2 * len(self._storages))
+    def _sweep(self, count: int) -> None:
+        """Let go of storages that were freed, looking at so many; more for a large tensor, which takes longer anyway.
+
+        The few bytes that a weak reference leaves of a storage lie between the data of tensors: until they go, the
+        allocator cannot join what is free on either side of them.
+        """
+        storages = self._storages
+        for _ in range(min(count, len(storages))):
+            storage = next(iter(storages))
+            if _expired(storages[storage][0]):
+                self._drop(storage)
+            else:
+                storages.move_to_end(storage)
 
 
 def key_of(x: torch.Tensor, more: Hashable = None) -> _Key | None:

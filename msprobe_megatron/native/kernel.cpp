@@ -61,6 +61,34 @@ INLINE void keep_high(Floats v, Floats& high) { high = v > high ? v : high; }
 INLINE void count_zeros(Floats v, Ints& zeros) { zeros -= (v == 0.0f); }
 #endif
 
+// Wider elements, in one instruction each. The square of a float has no more digits than a double: fused or not, its sum
+// has the same bits.
+#if defined(__AVX512F__)
+INLINE void widen(Floats v, Doubles& a, Doubles& b) {
+    a = (Doubles)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v));
+    b = (Doubles)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1));
+}
+INLINE void widen(Shorts h, Words& u) { u = (Words)_mm512_cvtepu16_epi32((__m256i)h); }
+INLINE void add_square(Doubles a, Doubles& s) { s = (Doubles)_mm512_fmadd_pd((__m512d)a, (__m512d)a, (__m512d)s); }
+#elif defined(__AVX2__)
+INLINE void widen(Floats v, Doubles& a, Doubles& b) {
+    a = (Doubles)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v));
+    b = (Doubles)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
+}
+INLINE void widen(Shorts h, Words& u) { u = (Words)_mm256_cvtepu16_epi32((__m128i)h); }
+INLINE void add_square(Doubles a, Doubles& s) { s = (Doubles)_mm256_fmadd_pd((__m256d)a, (__m256d)a, (__m256d)s); }
+#else
+INLINE void widen(Floats v, Doubles& a, Doubles& b) {
+    HalfFloats left, right;
+    memcpy(&left, &v, BYTES / 2);
+    memcpy(&right, (const char*)&v + BYTES / 2, BYTES / 2);
+    a = __builtin_convertvector(left, Doubles);
+    b = __builtin_convertvector(right, Doubles);
+}
+INLINE void widen(Shorts h, Words& u) { u = __builtin_convertvector(h, Words); }
+INLINE void add_square(Doubles a, Doubles& s) { s += a * a; }
+#endif
+
 enum Code { F32, F64, BF16, FP16, I16C, I32C, I64C, U16C, U32C, U64C, BYTE };
 
 struct Stats {
@@ -86,7 +114,9 @@ struct Brain {
     INLINE void load(const T* p, Floats& v) {
         Shorts h;
         memcpy(&h, p, BYTES / 2);
-        v = (Floats)(__builtin_convertvector(h, Words) << 16);
+        Words u;
+        widen(h, u);
+        v = (Floats)(u << 16);
     }
     INLINE double one(const T* p) {
         uint32_t u = (uint32_t)*p << 16;
@@ -101,7 +131,8 @@ struct Half {
     INLINE void load(const T* p, Floats& v) {
         Shorts h;
         memcpy(&h, p, BYTES / 2);
-        Words u = __builtin_convertvector(h, Words);
+        Words u;
+        widen(h, u);
         Words bits = (u & 0x7fff) << 13, exponent = bits & 0x0f800000;
         Floats small = (Floats)(bits + 0x38800000) - 6.103515625e-05f;
         Words is_small = (Words)(exponent == 0), is_infinite = (Words)(exponent == 0x0f800000);
@@ -180,14 +211,12 @@ template <class R> INLINE void narrow_piece(const typename R::T* p, int64_t n, S
                 keep_low(v, low);
                 keep_high(v, high);
                 count_zeros(v, zeros);
-                HalfFloats left, right;
-                memcpy(&left, &v, BYTES / 2);
-                memcpy(&right, (const char*)&v + BYTES / 2, BYTES / 2);
-                Doubles a = __builtin_convertvector(left, Doubles), b = __builtin_convertvector(right, Doubles);
+                Doubles a, b;
+                widen(v, a, b);
                 sums[2 * g] += a;
                 sums[2 * g + 1] += b;
-                squares[2 * g] += a * a;
-                squares[2 * g + 1] += b * b;
+                add_square(a, squares[2 * g]);
+                add_square(b, squares[2 * g + 1]);
             }
         }
         part.sum = total(sums, 2 * GROUPS);
@@ -450,6 +479,32 @@ void gather(int width, const char* from, int64_t step, int64_t n, char* to) {
     }
 }
 
+// Elements of short runs wait here until they make a piece: the figures are those of a copy without gaps.
+struct Waiting {
+    int64_t held;
+    char buffer[PIECE * 8];
+};
+
+void stats_run(int code, int width, const char* p, int64_t stride, int64_t n, Waiting& wait, Stats& s, int64_t* bytes) {
+    while (n) {
+        int64_t some = n < PIECE - wait.held ? n : PIECE - wait.held;
+        if (stride == 1 && some == PIECE) {
+            stats_piece(code, p, PIECE, s, bytes);
+        } else {
+            char* to = wait.buffer + wait.held * width;
+            if (stride == 1) memcpy(to, p, (size_t)(some * width));
+            else gather(width, p, stride, some, to);
+            wait.held += some;
+            if (wait.held == PIECE) {
+                stats_piece(code, wait.buffer, PIECE, s, bytes);
+                wait.held = 0;
+            }
+        }
+        p += some * stride * width;
+        n -= some;
+    }
+}
+
 INLINE void put(const Stats& s, double* floats, int64_t* counts) {
     floats[0] = s.low;
     floats[1] = s.high;
@@ -466,7 +521,7 @@ INLINE void put(const Stats& s, double* floats, int64_t* counts) {
 
 extern "C" {
 
-int64_t msprobe_abi(void) { return 2; }
+int64_t msprobe_abi(void) { return 3; }
 
 // Statistics of n elements in a row. out: 5 doubles, 4 int64. values: what the 256 bytes stand for, or null.
 void msprobe_stats(const char* data, int64_t n, int64_t code, const double* values, double* out) {
@@ -523,6 +578,8 @@ void msprobe_measure(const char* data, const int64_t* plan, double* out) {
     for (int64_t d = 0; d < outer; d++) rows *= dims[3 * d];
     char buffer[PIECE * 8];
     double wide[PIECE];
+    Waiting wait;
+    wait.held = 0;
     for (int64_t row = 0; row < rows; row++) {
         int64_t offset = 0;
         uint64_t base = 0;
@@ -536,11 +593,11 @@ void msprobe_measure(const char* data, const int64_t* plan, double* out) {
             for (int64_t i = 0; i < n; i += PIECE) {
                 int64_t some = n - i < PIECE ? n - i : PIECE;
                 const char* p = data + (offset + (first + i) * stride) * width;
-                if (stride != 1) {
+                if (stride != 1 && cells >= 0) {
                     gather(width, p, stride, some, buffer);
                     p = buffer;
                 }
-                stats_piece(code, p, some, s, bytes);
+                stats_run(code, width, p, p == buffer ? 1 : stride, some, wait, s, bytes);
                 if (cells >= 0) digest += digest_of(width, p, some, index + (uint64_t)i);
                 if (cells > 0) {
                     to_doubles(code, p, some, values, wide);
@@ -553,9 +610,50 @@ void msprobe_measure(const char* data, const int64_t* plan, double* out) {
             at[d] = 0;
         }
     }
+    if (wait.held) stats_piece(code, wait.buffer, wait.held, s, bytes);
     if (code == BYTE) bytes_to_stats(bytes, values, s);
     put(s, out, (int64_t*)(out + 5));
     if (cells >= 0) ((uint64_t*)out)[9] = digest;
+}
+
+// Statistics of a tensor with gaps, of at most 64 dimensions, read in the order of its memory. out: as of msprobe_stats.
+// measure/compiled.py makes the plan of the same order.
+void msprobe_strided(const char* data, int64_t dims, const int64_t* sizes, const int64_t* strides, int64_t code,
+                     const double* values, double* out) {
+    int width = width_of((int)code);
+    int64_t size[65], stride[65], at[64] = {}, left = 0, rows = 1;
+    for (int64_t d = 0; d < dims; d++) {
+        if (sizes[d] == 1) continue;
+        int64_t k = left++;
+        for (; k && stride[k - 1] < strides[d]; k--) size[k] = size[k - 1], stride[k] = stride[k - 1];
+        size[k] = sizes[d];
+        stride[k] = strides[d];
+    }
+    int64_t inner = left;
+    for (; inner > 1 && stride[inner - 2] == size[inner - 1] * stride[inner - 1]; inner--) {
+        size[inner - 2] *= size[inner - 1];
+        stride[inner - 2] = stride[inner - 1];
+    }
+    int64_t n = inner ? size[inner - 1] : 1, step = inner ? stride[inner - 1] : 1, outer = inner ? inner - 1 : 0;
+    for (int64_t d = 0; d < outer; d++) rows *= size[d];
+    Stats s;
+    clear(s);
+    int64_t bytes[256], offset = 0;
+    if (code == BYTE) memset(bytes, 0, sizeof bytes);
+    Waiting wait;
+    wait.held = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        stats_run((int)code, width, data + offset * width, step, n, wait, s, bytes);
+        for (int64_t d = outer - 1; d >= 0; d--) {
+            offset += stride[d];
+            if (++at[d] < size[d]) break;
+            offset -= size[d] * stride[d];
+            at[d] = 0;
+        }
+    }
+    if (wait.held) stats_piece((int)code, wait.buffer, wait.held, s, bytes);
+    if (code == BYTE) bytes_to_stats(bytes, values, s);
+    put(s, out, (int64_t*)(out + 5));
 }
 
 // Two tensors of one dtype, element by element; a is the live result. digits: bits of the fraction; least: exponent of

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msprobe_megatron.native.build import BuildError, built
 from msprobe_megatron.native.levels import levels
 
-_ABI = 2
+_ABI = 3
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT16, INT32, INT64, UINT16, UINT32, UINT64, BYTE = range(11)
 """Codes of the dtypes, as in kernel.cpp."""
 
@@ -32,6 +32,7 @@ class Kernel(NamedTuple):
     many: Callable[[int, int], None]
     pair: Callable[[int, int, int, int, int, int, float, int], None]
     rows: Callable[[int, int, int, int, int, int, int, int, int], None]
+    strided: Callable[[int, int, int, int, int, int, int], None]
 
 
 class _State:
@@ -100,8 +101,10 @@ def open_library(path: str, level: str) -> Kernel:
     pair.argtypes = [address, address, number, number, number, number, ctypes.c_double, address]
     rows = library.msprobe_rows
     rows.argtypes = [address, number, address, address, address, number, number, address, address]
-    stats.restype = measure.restype = many.restype = pair.restype = rows.restype = None
-    return Kernel(level, stats, measure, many, pair, rows)
+    strided = library.msprobe_strided
+    strided.argtypes = [address, number, address, address, number, address, address]
+    stats.restype = measure.restype = many.restype = pair.restype = rows.restype = strided.restype = None
+    return Kernel(level, stats, measure, many, pair, rows, strided)
 
 
 def _tells_the_truth(found: Kernel) -> bool:

@@ -8,14 +8,20 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
+#include <algorithm>
+#include <memory_resource>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
+#include <vector>
 
 namespace {
 
 constexpr long NO_ROOM = -2, NOT_MINE = -3;
 constexpr int MOST_DIMS = 16, MOST_TYPES = 128;
 constexpr size_t PRUNE_FROM = 4096;
+// Freed storages are looked for with every tensor, among the more the larger it is: to measure it takes longer.
+constexpr size_t SWEEP = 4, SWEEP_BYTES = 16 << 10;
 typedef void (*Stats)(const void*, int64_t, int64_t, const void*, void*);
 
 // Lazy, wrapped or elsewhere: their memory does not say what they are.
@@ -31,24 +37,68 @@ struct Eye {
     PyObject *take, *addresses, *tensor, *parameter, *cdata, *keep;
     Stats stats;
     int64_t codes[MOST_TYPES], values[MOST_TYPES];
+    // What is remembered lives here and not among the tensors, whose memory it would cut into pieces.
+    std::pmr::unsynchronized_pool_resource* pool;
+};
+
+// A storage that has been seen. The weak reference keeps its address from being given to another one, though not its
+// memory; the number is its own for ever, so that what is known of a freed one is never taken for that of the next.
+struct Held {
+    c10::weak_intrusive_ptr<c10::StorageImpl> weak;
+    c10::StorageImpl* address;
+    int64_t number;
 };
 
 struct Memory {
-    std::unordered_map<std::string, long> slots;
-    // A weak reference keeps the address of a storage from being given to another, though not its memory.
-    std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
-    size_t prune_at = PRUNE_FROM;
+    std::pmr::unordered_map<std::pmr::string, long> slots;
+    std::pmr::unordered_map<c10::StorageImpl*, size_t> places;  // in `held`
+    std::pmr::vector<Held> held;
+    size_t at = 0, prune_at = PRUNE_FROM;
+    int64_t next = 0;
+
+    explicit Memory(std::pmr::memory_resource* pool) : slots(pool), places(pool), held(pool) {}
+
+    int64_t number_of(c10::TensorImpl* x) {
+        auto* storage = x->unsafe_storage().unsafeGetStorageImpl();
+        auto found = places.find(storage);
+        if (found != places.end()) return held[found->second].number;
+        held.push_back({x->unsafe_storage().getWeakStorageImpl(), storage, next});
+        places.emplace(storage, held.size() - 1);
+        return next++;
+    }
+
+    // Let go of storages that were freed, looking at so many. The few bytes that a weak reference leaves of a storage
+    // lie between the data of tensors: until they go, the allocator cannot join what is free on either side of them.
+    void sweep(size_t count) {
+        for (count = std::min(count, held.size()); count-- && !held.empty(); at++) {
+            if (at >= held.size()) at = 0;
+            if (!held[at].weak.expired()) continue;
+            places.erase(held[at].address);
+            if (at + 1 < held.size()) {
+                held[at] = std::move(held.back());
+                places[held[at].address] = at;
+            }
+            held.pop_back();
+        }
+    }
 
     void prune() {
-        for (auto at = slots.begin(); at != slots.end();) {
-            c10::StorageImpl* storage;
-            memcpy(&storage, at->first.data(), sizeof storage);
-            auto held = storages.find(storage);
-            at = held == storages.end() || held->second.expired() ? slots.erase(at) : std::next(at);
+        sweep(held.size());
+        std::unordered_set<int64_t> alive;
+        for (auto& one : held) alive.insert(one.number);
+        for (auto one = slots.begin(); one != slots.end();) {
+            int64_t number;
+            memcpy(&number, one->first.data(), sizeof number);
+            one = alive.count(number) ? std::next(one) : slots.erase(one);
         }
-        for (auto at = storages.begin(); at != storages.end();)
-            at = at->second.expired() ? storages.erase(at) : std::next(at);
-        prune_at = 2 * storages.size() > PRUNE_FROM ? 2 * storages.size() : PRUNE_FROM;
+        prune_at = std::max(PRUNE_FROM, 2 * slots.size());
+    }
+
+    void clear() {
+        slots.clear();
+        places.clear();
+        held.clear();
+        prune_at = PRUNE_FROM;
     }
 };
 
@@ -72,17 +122,17 @@ bool plain(c10::TensorImpl* x) {
            x->has_storage() && !x->is_inference() && x->dim() <= MOST_DIMS;
 }
 
-std::string key_of(const c10::TensorImpl* x, c10::StorageImpl* storage) {
+std::pmr::string key_of(const c10::TensorImpl* x, int64_t storage, std::pmr::memory_resource* pool) {
     int64_t words[4 + 2 * MOST_DIMS];
     auto sizes = x->sizes(), strides = x->strides();
     size_t n = 0;
-    words[n++] = (int64_t)storage;
+    words[n++] = storage;
     words[n++] = x->storage_offset();
     words[n++] = (int64_t)x->dtype().toScalarType();
     words[n++] = (int64_t)x->version_counter().current_version();
     for (int64_t size : sizes) words[n++] = size;
     for (int64_t stride : strides) words[n++] = stride;
-    return std::string(reinterpret_cast<const char*>(words), n * sizeof *words);
+    return std::pmr::string(reinterpret_cast<const char*>(words), n * sizeof *words, pool);
 }
 
 // The slot of a tensor: that in which it was measured before, or a new one. Below zero: no room, or not for us.
@@ -98,9 +148,11 @@ PyObject* see(Look* self, PyObject* x) {
         auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
         auto* begin = static_cast<const char*>(storage->data());
         if (!begin && impl->numel()) return PyLong_FromLong(NOT_MINE);
-        std::string key = key_of(impl, storage);
-        auto known = self->memory->slots.find(key);
-        if (known != self->memory->slots.end()) return PyLong_FromLong(known->second);
+        Memory* memory = self->memory;
+        memory->sweep(SWEEP + impl->numel() * impl->itemsize() / SWEEP_BYTES);
+        auto key = key_of(impl, memory->number_of(impl), eye->pool);
+        auto known = memory->slots.find(key);
+        if (known != memory->slots.end()) return PyLong_FromLong(known->second);
         PyObject* taken = PyObject_CallNoArgs(eye->take);
         if (!taken) return nullptr;
         long slot = PyLong_AsLong(taken);
@@ -112,11 +164,7 @@ PyObject* see(Look* self, PyObject* x) {
         begin = static_cast<const char*>(impl->unsafe_storage().unsafeGetStorageImpl()->data());
         eye->stats(begin + impl->storage_offset() * (int64_t)impl->itemsize(), impl->numel(), eye->codes[type],
                    (const void*)eye->values[type], PyLong_AsVoidPtr(address));
-        Memory* memory = self->memory;
-        if (memory->storages.find(storage) == memory->storages.end()) {
-            if (memory->storages.size() >= memory->prune_at) memory->prune();
-            memory->storages.emplace(storage, impl->unsafe_storage().getWeakStorageImpl());
-        }
+        if (memory->slots.size() >= memory->prune_at) memory->prune();
         memory->slots[std::move(key)] = slot;
         return PyLong_FromLong(slot);
     } catch (const std::exception&) {
@@ -125,9 +173,7 @@ PyObject* see(Look* self, PyObject* x) {
 }
 
 PyObject* forget(Look* self, PyObject*) {
-    self->memory->slots.clear();
-    self->memory->storages.clear();
-    self->memory->prune_at = PRUNE_FROM;
+    self->memory->clear();
     Py_RETURN_NONE;
 }
 
@@ -138,7 +184,7 @@ int look_init(Look* self, PyObject* args, PyObject*) {
     if (!PyArg_ParseTuple(args, "O", &eye)) return -1;
     Py_INCREF(eye);
     self->eye = (Eye*)eye;
-    self->memory = new Memory();
+    self->memory = new Memory(self->eye->pool);
     return 0;
 }
 
@@ -159,6 +205,7 @@ int eye_init(Eye* self, PyObject* args, PyObject*) {
     self->cdata = PyUnicode_InternFromString("_cdata");
     if (!self->stats || !self->cdata) return -1;
     for (auto** one : {&take, &addresses, &tensor, &parameter, &keep}) Py_INCREF(*one);
+    self->pool = new std::pmr::unsynchronized_pool_resource();
     self->take = take;
     self->addresses = addresses;
     self->tensor = tensor;
@@ -180,6 +227,7 @@ int eye_init(Eye* self, PyObject* args, PyObject*) {
 void eye_free(Eye* self) {
     for (PyObject* one : {self->take, self->addresses, self->tensor, self->parameter, self->cdata, self->keep})
         Py_XDECREF(one);
+    delete self->pool;
     Py_TYPE(self)->tp_free((PyObject*)self);
 }
 

@@ -234,6 +234,8 @@ class DumpProbe:
         slots = self._slots.seal()
         self._page = _Page(self._looks)
         self.late += len(nobodys.rows)
+        for slot in nobodys.rows.column("slot"):
+            self._slots.spoil(slot)
         rows = page.rows
         rows.close()
         self.fired.update([place.kind for place in rows.column("place")])

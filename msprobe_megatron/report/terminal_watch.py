@@ -63,8 +63,12 @@ def screen(live: Live) -> RenderableType:
     if not live.steps:
         parts.append(Text("nothing watched yet: the monitor writes every few seconds"))
     for event in live.events:
-        text = f"rank {event.get('rank')}: {event.get('text', event.get('event'))}"
+        ranks = event.get("ranks") or [event.get("rank")]
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+        text = f"{who}: {event.get('text', event.get('event'))}"
         parts.append(Text(f"! {text}", style=_STYLES.get(str(event.get("event")), "yellow")))
+    if live.alerts:
+        parts.append(Text(f"what came first and why: msprobe-megatron diagnose {live.path}"))
     return Group(*parts)
 
 

@@ -8,6 +8,7 @@ backward is seen through hooks on their nodes, which insert nothing into the gra
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -58,6 +59,14 @@ class _Frame(NamedTuple):
     """Whether entering changed the mode, so that leaving must change it back."""
 
 
+class _Thread(threading.local):
+    """What one thread of the host is running. Modules that several threads run are not inside of each other."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Frame] = []
+        self.round = 0
+
+
 class CallSite:
     """Hands over calls between `install` and `remove`.
 
@@ -95,7 +104,7 @@ class CallSite:
         self._mode = _Mode(self)
         self._regions = CompiledRegions(self._mode, fault)
         self._handles: list[Any] = []
-        self._stack: list[_Frame] = []
+        self._here = _Thread()
         self._passes: dict[tuple[str, str, Moment], dict[str, int]] = {}
         self._installed = False
         self._everywhere = False
@@ -112,7 +121,8 @@ class CallSite:
         self.remove()
         self.active = True
         self._round += 1
-        self._stack.clear()
+        self._here.round = self._round
+        self._here.stack.clear()
         self._passes.clear()
         self._everywhere = chosen is None or OUTSIDE in chosen
         self._chosen = None if chosen is None else frozenset(chosen)
@@ -155,6 +165,16 @@ class CallSite:
                 self._installed = False
                 self._regions.remove()
 
+    @property
+    def _stack(self) -> list[_Frame]:
+        """What this thread is running of this round; what it left unfinished in an earlier one is forgotten."""
+        here = self._here
+        if here.round != self._round:
+            here.round = self._round
+            here.stack.clear()
+            mode_stack.take_out(self._mode)
+        return here.stack
+
     def restart(self) -> None:
         """A new forward begins: whatever an exception left unfinished is forgotten."""
         if self._stack:
@@ -187,17 +207,18 @@ class CallSite:
             self._fault(error, "return of a module")
 
     def _push(self, running: Pass | None) -> None:
-        on = mode_stack.holds(self._mode)
+        stack, on = self._stack, mode_stack.holds(self._mode)
         if running is not None and not on:
             mode_stack.push(self._mode)
         elif running is None and on:
             mode_stack.take_out(self._mode)
-        self._stack.append(_Frame(running, (running is not None) != on))
+        stack.append(_Frame(running, (running is not None) != on))
 
     def _pop(self) -> None:
-        if not self._stack:
+        stack = self._stack
+        if not stack:
             return
-        running, switched = self._stack.pop()
+        running, switched = stack.pop()
         if switched and running is not None:
             mode_stack.take_out(self._mode)
         elif switched:
@@ -210,8 +231,9 @@ class CallSite:
         """The pass in which a call is made now; None if it is not to be handed over."""
         if not self.active:
             return None
-        if self._stack:
-            return self._stack[-1].running
+        stack = self._stack
+        if stack:
+            return stack[-1].running
         phase, moment = self._clock.calling()
         if phase != "forward" or not self._handler.wants(OUTSIDE, phase, moment):
             return None
@@ -222,7 +244,8 @@ class CallSite:
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(cls, *args, **kwargs)
-            running = self._stack[-1].running if self._stack else None
+            stack = self._stack
+            running = stack[-1].running if stack else None
             if running is None or not self.active or "Checkpoint" in cls.__name__:
                 return result
             try:

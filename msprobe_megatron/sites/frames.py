@@ -95,7 +95,7 @@ class ModuleFrames:
         self._forget()
 
     def _forget(self) -> None:
-        """This thread runs none of the modules any more. Others find out when they enter one."""
+        """Let this thread run none of the modules any more. Others find out when they enter one."""
         here = self._here
         here.stack.clear()
         while here.entered:

@@ -250,10 +250,20 @@ class ModuleSite:
         wants = getattr(self._sink, "wants_tensor", None)
         if wants is None:
             return True, True
-        first = path.partition(".")[0]
-        known = watched.parameters if io == "input" else ()
-        position = known.index(first) if first in known else int(first) if first.isdigit() else 0
+        position = _position(watched, io, path.partition(".")[0])
         return wants(watched.entry.name, io, False, position), wants(watched.entry.name, io, True, position)
+
+
+def _position(watched: _Watched, io: str, name: str) -> int:
+    """Which argument or result of a module it is; those that only **kwargs take count in the order they come in."""
+    known = watched.parameters if io == "input" else ()
+    if name in known:
+        return known.index(name)
+    if not name or name.isdigit():
+        return int(name or 0)
+    paths = [path.partition(".")[2] if path.startswith("call") else path for side, path in watched.places if side == io]
+    others = [other for other in dict.fromkeys(path.partition(".")[0] for path in paths) if other not in known]
+    return len(known) + (others.index(name) if name in others else len(others))
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:

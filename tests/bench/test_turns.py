@@ -83,8 +83,15 @@ def test_models_by_name_and_by_flags():
     assert len(asked(Options(Path(), model="all"), usual)) == 7
     (own,) = asked(Options(Path(), model="--num-layers 2"), usual)
     assert own.flags == "--num-layers 2"
-    (shape,) = _models("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16").values()
-    assert (shape.layers, shape.ffn, shape.sequence, shape.microbatch) == (2, 32, 16, 1)
+    flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16"
+    ((shape, layout),) = _models(flags).values()
+    assert (shape.layers, shape.ffn, shape.sequence, shape.microbatch, layout.world) == (2, 32, 16, 1, 1)
+    ((_, cut),) = _models(f"{flags} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2").values()
+    assert (cut.tp, cut.pp, cut.cp, cut.sequence_parallel, cut.world) == (2, 2, 1, False, 4)
+    with pytest.raises(BenchFailed, match="--num-attention-heads 2: this layout needs a multiple of 4"):
+        _models(f"{flags} --tensor-model-parallel-size 4")
+    with pytest.raises(BenchFailed, match="parallel sizes from 1"):
+        _models(f"{flags} --context-parallel-size 0")
     with pytest.raises(BenchFailed, match="needs --num-layers N --hidden-size N"):
         _models("--num-layers 2")
     with pytest.raises(BenchFailed, match="accepted are llama2, aquila2"):

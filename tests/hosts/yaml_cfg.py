@@ -5,15 +5,17 @@
 Fields of the model's and the parallel configuration stand in sections; those that Megatron's check reads at the top
 cannot stand in a section too.
 
-    python tests/hosts/yaml_cfg.py --refused FILE.yaml
+    python tests/hosts/yaml_cfg.py --refused FILE.yaml…
 
-prints what Megatron says to such a file by itself: no line of the kit is imported.
+prints what Megatron says to such files by itself: no line of the kit is imported.
 """
 
 import dataclasses
+import importlib.util
 import inspect
 import re
 import sys
+from pathlib import Path
 
 import yaml
 
@@ -62,12 +64,15 @@ def main(out, flags):
 
 def refused(path):
     """The words of Megatron's own check and of its model's configuration; nothing if both take the file."""
-    from megatron.training import yaml_arguments
-
-    arguments = yaml_arguments.load_yaml(path)
+    # The file alone: the package asks for a GPU's packages.
+    place = Path("megatron/training/yaml_arguments.py")
+    spec = importlib.util.spec_from_file_location("yaml_arguments", place)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    arguments = module.load_yaml(path)
     arguments.rank, arguments.world_size = 0, 1
     try:
-        yaml_arguments.core_transformer_config_from_yaml(yaml_arguments.validate_yaml(arguments))
+        module.core_transformer_config_from_yaml(module.validate_yaml(arguments))
     except Exception as error:
         return str(error)
     return ""
@@ -75,6 +80,8 @@ def refused(path):
 
 if __name__ == "__main__":
     if sys.argv[1] == "--refused":
-        print("refused:", refused(sys.argv[2]), any("msprobe" in name for name in sys.modules))
+        for path in sys.argv[2:]:
+            print("refused:", refused(path))
+        print("kit:", any(name.startswith("msprobe_megatron") for name in sys.modules))
     else:
         main(sys.argv[1], sys.argv[2:])

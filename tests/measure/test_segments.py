@@ -121,6 +121,6 @@ def test_copies_are_bounded_and_neighbours_of_another_dtype_are_read_apart(monke
     ]
     memory = values((64,), torch.float32)
     both = [memory[:8], memory.view(torch.bfloat16)[16:40]]  # one after the other, by the numbers of their elements
-    for tensors in (parts, both, [memory[:20], memory[10:30], memory[5:9], memory[10:30]]):
+    for tensors in (parts, both, [memory[10:30], memory[5:9], memory[10:30]]):
         for found, part in zip(figures(tensors), tensors, strict=True):
             assert_stats(found, part)

@@ -91,6 +91,39 @@ def test_choice_of_tensors(tmp_path):
     }
 
 
+@pytest.mark.parametrize("side", ["tuple[2]:0", "tuple[2]:1", "tuple[2]"])
+def test_arguments_without_names_count_in_the_order_they_come_in(tmp_path, side):
+    """As a layer of Megatron: its forward takes *args and **kwargs, and is called by keyword."""
+
+    class Nameless(Pair):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    class ByKeyword(Model):
+        def __init__(self):
+            super().__init__()
+            self.pair = Nameless()
+
+        def forward(self, x):
+            first, second = self.pair(first=x, second=2 * x)
+            return self.last(first + second).sum()
+
+    config = from_document(
+        {"monitor": {"targets": {"pair": {"input": side}}, "gradients": False, "optimizer": False}},
+        "probe.yaml",
+        Overrides(output=str(tmp_path / "out")),
+    )
+    model = ByKeyword()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with attach(model, optimizer, config, step=0):
+        for _ in range(2):
+            model(torch.ones(2, 3)).backward()
+            optimizer.step()
+    for step in (0, 1):
+        found = [row["path"] for row in rows_of(tmp_path / "out", 0, step) if row["kind"] == "activation"]
+        assert found == {"0": ["first"], "1": ["second"], "]": ["first", "second"]}[side[-1]]
+
+
 def test_a_target_without_sides_is_all_of_it_and_its_parameters(tmp_path):
     rows = run(tmp_path, {"targets": {"pair": {}}})
     assert {row["name"] for row in rows if row["kind"] in ("activation", "gradient")} == {"pair"}

@@ -218,6 +218,30 @@ def test_11_a_shard_gets_its_part_of_the_noise_of_the_whole():
         assert torch.equal(part, expected[:, 6 * tp : 6 * tp + 6])
 
 
+@pytest.mark.parametrize("table", [1 << 16, 8])
+@pytest.mark.parametrize("piece", [1 << 19, 50])
+def test_11_in_pieces_too_and_beyond_the_table_of_signs(monkeypatch, piece, table):
+    """Whole, cut over its wide dimension (as zig-zag too), and by pieces: an element moves the same way."""
+    monkeypatch.setattr(noise, "_TABLE", table)
+    noise._table.cache_clear()
+    whole = torch.randn(3, 100)
+    expected = noise.add_ulps(whole, 1)
+    monkeypatch.setattr(noise, "_PIECE", piece)
+    assert torch.equal(noise.add_ulps(whole, 1), expected)
+    assert torch.equal(noise.add_ulps(whole.t().contiguous().t(), 1), expected)
+    rows = (100, ((0, 3, 0),))
+    right = noise.add_ulps(whole[:, 50:], 1, (rows, (1, ((0, 50, 50),))))
+    assert torch.equal(right, expected[:, 50:])
+    outer = torch.cat([whole[:, :25], whole[:, 75:]], 1)
+    moved = noise.add_ulps(outer, 1, (rows, (1, ((0, 25, 0), (25, 25, 75)))))
+    assert torch.equal(moved, torch.cat([expected[:, :25], expected[:, 75:]], 1))
+    flat = whole.reshape(-1)
+    assert torch.equal(noise.add_ulps(flat[200:], 1, ((1, ((0, 100, 200),)),)), noise.add_ulps(flat, 1)[200:])
+    signs = (expected.view(torch.int32) - whole.view(torch.int32)).double()
+    assert abs(signs.mean()) < 0.3 and abs((signs[:, 1:] * signs[:, :-1]).mean()) < 0.3
+    noise._table.cache_clear()
+
+
 def test_12_the_verdict_is_a_condition_number(tmp_path):
     for ulps in (1, 16):
         section = {"mode": "add_noise", "ulps": ulps, "list": ["mul"]}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from msprobe_megatron.clock import Moment
 from msprobe_megatron.sites.arriving import Arriving, await_gradient
@@ -79,3 +80,19 @@ def test_where_torch_keeps_hooks_elsewhere_it_is_registered_as_usual():
     x.register_hook = registered.append
     await_gradient(x, seen_by([]), "x", NOW)
     assert len(registered) == 1
+
+
+def test_what_a_hook_computes_is_no_call_of_the_training_code():
+    calls = []
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    await_gradient(y, lambda place, gradient, moment: gradient.mul(2).sum(), "y", NOW)
+    with Calls():
+        y.sum().backward()
+    assert [func.__name__ for func in calls] == ["sum", "backward"]

@@ -9,6 +9,7 @@ import pytest
 from msprobe_megatron.analyse.live import look
 from msprobe_megatron.cli import main
 from msprobe_megatron.report.terminal_watch import figure, sparkline
+from msprobe_megatron.voice import last_line
 
 
 def query(run, text):
@@ -96,3 +97,45 @@ def test_a_loss_that_is_not_finite_is_shown_as_such(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["losses"]["lm loss"][1:] == ["nan", "nan"]
     main(["watch", str(out), "--once"])
     assert "nan" in capsys.readouterr().out
+
+
+def test_events_of_one_step_are_in_order_of_cause_and_said_once(tmp_path, capsys):
+    """Ranks write as they find: the second stage, which the NaN reached, before the first, which made it."""
+    ranks = [{"rank": rank, "pp": rank // 2, "pp_size": 2} for rank in range(4)]
+    (tmp_path / "run.json").write_text(json.dumps({"format": 1, "world": 4, "ranks": ranks}))
+    alert = {"event": "alert", "rule": "nonfinite", "step": 7, "microbatch": 1, "io": "output", "path": ""}
+    forward, backward = {"phase": "forward", "kind": "activation"}, {"phase": "backward", "kind": "gradient"}
+    events = [
+        {"event": "fault", "rank": 1, "step": 3, "text": "a fault"},
+        {**alert, **backward, "rank": 0, "seq": 90, "name": "a", "text": "the last"},
+        {"event": "recorder", "rank": 2, "step": 7, "steps": [6, 7], "text": "recorder of one"},
+        {**alert, **forward, "rank": 2, "seq": 5, "name": "c", "text": "the third"},
+        {**alert, **forward, "rank": 1, "seq": 60, "name": "b", "text": "the second"},
+        {**alert, **forward, "rank": 0, "seq": 60, "name": "b", "text": "the second"},
+        {**alert, **forward, "rank": 0, "seq": 50, "name": "a", "text": "the first"},
+        {"event": "recorder", "rank": 0, "step": 7, "steps": [6, 7], "text": "recorder of another"},
+        {**alert, "step": [9], "rank": [1], "name": {}, "text": "what nobody wrote"},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert main(["watch", str(tmp_path), "--once"]) == 1
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith("!")]
+    assert [line[2:].strip() for line in lines] == [
+        "rank 1: a fault",
+        "rank 0: the first",
+        "ranks [0, 1]: the second",
+        "rank 2: the third",
+        "rank 0: the last",
+        "ranks [0, 2]: recorder of another",
+        "rank [1]: what nobody wrote",
+    ]
+    assert "msprobe-megatron diagnose" in out
+
+
+@pytest.mark.parametrize(("alerts", "words"), [(0, "summary"), (1, "1 alert;"), (3, "3 alerts;")])
+def test_the_last_line_of_a_job_names_the_command_that_helps(tmp_path, alerts, words):
+    events = [{"event": "recorder"}, *[{"event": "alert"}] * alerts]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    line = last_line(12, tmp_path)
+    assert line.startswith("12 steps recorded") and words in line
+    assert ("msprobe-megatron diagnose" in line) == bool(alerts)

@@ -16,6 +16,7 @@ import torch
 from msprobe_megatron.measure.pair import digits
 
 Numbering = tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]
+Runs = tuple[tuple[int, int], ...]
 _INTEGERS = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
@@ -26,6 +27,9 @@ _INTEGERS = {
 STRENGTH = {torch.bfloat16: 1e-4, torch.float16: 1e-6, torch.float32: 1e-8, torch.float64: 1e-16}
 _MIX = 0x9E3779B97F4A7C15
 _ALL = (1 << 64) - 1
+_TABLE = 1 << 16
+_TURNS = 64
+"""Signs of quotients are those of a dimension that no tensor has."""
 _PIECE = 1 << 19
 """Elements that are changed at once: so much, and the changed tensor, is what a nudge needs."""
 
@@ -46,11 +50,36 @@ def signs_of(dim: int, first: int, count: int) -> npt.NDArray[np.int64]:
     return found
 
 
-@lru_cache(maxsize=256)
-def _signs(dim: int, numbers: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Signs of a dimension whose local elements are runs (first, count) of the whole."""
+@lru_cache(maxsize=64)
+def _table(dim: int, numbers: Runs, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Signs of a dimension whose local elements are runs (first, count) of the whole, below ``_TABLE``."""
     values = np.concatenate([signs_of(dim, first, count) for first, count in numbers])
     return torch.from_numpy(values).to(device=device, dtype=dtype)
+
+
+def _signs(dim: int, numbers: Runs, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The same for any runs: beyond the table the sign of a number is that of its remainder times that of its quotient.
+
+    So a dimension as long as all gradients of a job needs no table of its length.
+    """
+    if max(first + count for first, count in numbers) <= _TABLE:
+        return _table(dim, numbers, dtype, device)
+    index = torch.cat([torch.arange(first, first + count, device=device) for first, count in numbers])
+    signs = _table(dim, ((0, _TABLE),), dtype, device)[index % _TABLE]
+    turns = _table(dim + _TURNS, ((0, _TABLE),), dtype, device)
+    # The first quotient turns nothing: below the table's length its signs are all.
+    return signs * turns[index.div_(_TABLE, rounding_mode="floor").remainder_(_TABLE)] * turns[0]
+
+
+def _cut(numbers: Runs, first: int, count: int) -> Runs:
+    """The runs of ``count`` local elements from ``first`` on."""
+    found, at = [], 0
+    for start, length in numbers:
+        low, high = max(first - at, 0), min(first + count - at, length)
+        if low < high:
+            found.append((start + low, high - low))
+        at += length
+    return tuple(found)
 
 
 def add_ulps(x: torch.Tensor, ulps: int, numbering: Numbering | None = None) -> torch.Tensor | None:
@@ -67,24 +96,26 @@ def add_ulps(x: torch.Tensor, ulps: int, numbering: Numbering | None = None) -> 
     if integer is None or x.numel() == 0:
         return None
     x = x.detach()
-    signs = []
-    for dim in range(x.dim()):
-        if x.size(dim) > 1 or numbering is not None:
-            shape = [1] * x.dim()
-            shape[dim] = x.size(dim)
-            signs.append(_signs(dim, _runs(x, dim, numbering), integer, x.device).view(shape))
     if x.dim() == 0:
-        signs.append(_signs(0, ((0, 1),), integer, x.device)[0])
+        return _step(x, ulps, [_signs(0, ((0, 1),), integer, x.device)[0]])
+    runs = [_runs(x, dim, numbering) for dim in range(x.dim())]
+
+    def sign(dim: int, some: Runs) -> torch.Tensor:
+        return _signs(dim, some, integer, x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
+
+    counts = [dim for dim in range(x.dim()) if x.size(dim) > 1 or numbering is not None]
     if x.numel() <= _PIECE:
-        return _step(x, ulps, signs)
+        return _step(x, ulps, [sign(dim, runs[dim]) for dim in counts])
     # Besides the result only pieces: it may be as large as all gradients of the job.
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     wide = max(range(x.dim()), key=x.size)
+    others = [sign(dim, runs[dim]) for dim in counts if dim != wide]
+    short = sign(wide, runs[wide]) if x.size(wide) <= _TABLE else None
     rows = max(1, _PIECE * x.size(wide) // x.numel())
     for first in range(0, x.size(wide), rows):
         count = min(rows, x.size(wide) - first)
-        some = [sign.narrow(wide, first, count) if sign.size(wide) > 1 else sign for sign in signs]
-        y.narrow(wide, first, count).copy_(_step(x.narrow(wide, first, count), ulps, some))
+        own = sign(wide, _cut(runs[wide], first, count)) if short is None else short.narrow(wide, first, count)
+        y.narrow(wide, first, count).copy_(_step(x.narrow(wide, first, count), ulps, [*others, own]))
     return y
 
 
@@ -105,7 +136,7 @@ def _step(x: torch.Tensor, ulps: int, signs: list[torch.Tensor]) -> torch.Tensor
     return step.view(x.dtype)
 
 
-def _runs(x: torch.Tensor, dim: int, numbering: Numbering | None) -> tuple[tuple[int, int], ...]:
+def _runs(x: torch.Tensor, dim: int, numbering: Numbering | None) -> Runs:
     if numbering is None or len(numbering) != x.dim():
         return ((0, x.size(dim)),)
     step, segments = numbering[dim]
