@@ -6,7 +6,8 @@ The schedule sets it; sites only read it. Never a count of calls: a pipeline run
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,9 @@ class Clock:
         self.backward_moment = Moment(0, 0)
         self.offset = 0
         self._recomputing = 0
+        self._thread = 0
+        self.away: set[int] = set()
+        """Threads that run the model for something else than the step; see `elsewhere`."""
 
     def start_step(self, step: int) -> None:
         """Begin a step: the order of execution counts from 0 again."""
@@ -53,6 +57,7 @@ class Clock:
         # A stage receives before its first microbatch begins; that is not of the last step's.
         self.moment = self.backward_moment = Moment(0, 0)
         self._recomputing = 0
+        self._thread = get_ident()
 
     def tick(self) -> int:
         """Next number in the order of execution."""
@@ -75,6 +80,25 @@ class Clock:
         """Phase and microbatch of what happens now, outside of modules too: inside the engine it is the backward."""
         phase, moment = self.calling()
         return ("backward" if phase == "recompute" and not self._recomputing else phase), moment
+
+    def elsewhere(self) -> AbstractContextManager[None] | None:
+        """For a thread that is not the one of the step: while it evaluates the model. None for the one of the step."""
+        return None if self._thread == get_ident() else self._evaluating()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        thread = get_ident()
+        inner = thread in self.away
+        self.away.add(thread)
+        try:
+            yield
+        finally:
+            if not inner:
+                self.away.discard(thread)
+
+    def apart(self) -> bool:
+        """Whether what this thread runs now is not of the step; ask only if there is anybody `away`."""
+        return get_ident() in self.away
 
     @contextmanager
     def recomputing(self, moment: Moment | None) -> Iterator[None]:

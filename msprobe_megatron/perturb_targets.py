@@ -21,6 +21,7 @@ from msprobe_megatron.sites.calls import Pass
 from msprobe_megatron.topology import names
 from msprobe_megatron.topology.activations import ChunkLayout, activation_spec
 from msprobe_megatron.topology.index_map import index_map
+from msprobe_megatron.topology.inner_layouts import inner_numbering
 from msprobe_megatron.topology.layers import layer_of
 
 # Four runs, two of them in a precision that takes several times as long.
@@ -42,6 +43,7 @@ class ModuleTargets:
         self._job, self._examiner, self._asked = job, examiner, examiner.asked
         self._modules: dict[str, nn.Module] = {}
         self._numberings: dict[str, Callable[[torch.Tensor], Numbering | None]] = {}
+        self._entries: dict[str, tuple[names.NamedModule, ChunkLayout]] = {}
         self._chosen: dict[str, int] = {}
         self._watched = ModuleExaminer(examiner)
         self._fix = ModuleFix(self._asked.mode, self._asked.stage)
@@ -54,6 +56,7 @@ class ModuleTargets:
             for entry in names.modules(chunk):
                 self._modules[entry.name] = entry.module
                 self._numberings[entry.name] = self._numbering(entry, layout)
+                self._entries[entry.name] = (entry, layout)
                 if asked.modules:
                     wanted = examiner.selection.module(entry.name)
                 else:
@@ -142,9 +145,16 @@ class ModuleTargets:
 
         return numbering
 
-    def _number(self, module: str, x: torch.Tensor) -> Numbering | None:
-        known = self._numberings.get(module)
-        return None if known is None else known(x)
+    def _number(self, where: Pass, x: torch.Tensor, kind: str) -> Numbering | None:
+        """The same for a tensor that a call inside of a module is given; what is not known keeps its own index."""
+        known = self._entries.get(where.module)
+        if known is None:
+            return None
+        of, size = self._job.where.of, self._job.where.size
+        factor = kind == "gemm" and where.phase != "backward"
+        found = inner_numbering(known[0], tuple(x.shape), known[1], of, size, factor=factor)
+        # What has the shape of the module's first input lies as that does.
+        return self._numberings[where.module](x) if found is None and where.shape == x.shape else found
 
     def costs(self, calls: dict[str, Cost]) -> dict[str, Cost]:
         """What the targets cost, from what the calls inside of them do; one that makes a single call is left out."""

@@ -14,12 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from msprobe_megatron.clock import inside_backward
+from msprobe_megatron.clock import Clock, inside_backward
 from msprobe_megatron.topology import names
 
 
 class Steps(Protocol):
     """Who is told that the attached model runs."""
+
+    clock: Clock
 
     def forward_begin(self, model: nn.Module) -> None:
         """The model is called to be trained."""
@@ -51,7 +53,8 @@ def _watch(model: nn.Module, steps: Steps) -> Callable[[], None]:
     def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self is model and not inside_backward():
             if not torch.is_grad_enabled():
-                with steps.aside():
+                # What another thread evaluates must not stop what is seen of the step, which goes on meanwhile.
+                with steps.clock.elsewhere() or steps.aside():
                     return type(self)._call_impl(self, *args, **kwargs)  # type: ignore[no-untyped-call]
             steps.forward_begin(self)
         return type(self)._call_impl(self, *args, **kwargs)  # type: ignore[no-untyped-call]

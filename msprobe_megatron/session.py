@@ -121,7 +121,7 @@ class Session:
             arguments=arguments,
         )
         self.parts = Parts(make_parts(job))
-        self._write_rank_file()
+        self._leave_ledger()
         DISPATCHER.add(self, self._chunk_of)
         if self._optimizer is not None:
             self._undo.append(wrap_step(self._optimizer, self))
@@ -343,12 +343,7 @@ class Session:
         self.closed = True
         if self.selected:
             atexit.unregister(self.close)
-            for last in (
-                self._detach,
-                *(part.close for part in self.parts.all),
-                self._write_rest,
-                self._write_rank_file,
-            ):
+            for last in (self._detach, *[part.close for part in self.parts.all], self._write_rest, self._leave_ledger):
                 try:
                     last()
                 except Exception as error:
@@ -392,7 +387,7 @@ class Session:
             "patches": [*DISPATCHER.ledger(), *self._while_recording.ledger()],
         }
 
-    def _write_rank_file(self) -> None:
+    def _leave_ledger(self) -> None:
         found = facts.rank_facts(self.config, self.where, self._chunks, self.closed, self.ledger())
         self.directory.write_json(f"ranks/rank_{self.where.rank:05d}.json", found)
 

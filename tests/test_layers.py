@@ -102,6 +102,8 @@ NO_WRITING = {
 }
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+# Archives from strangers are read in place or not at all.
+UNPACKERS = {"zipfile", "tarfile"}
 # By the last part of the call's name, and by the whole of it: `directory.write_table` of record/ is fine.
 WRITERS = {"write_text", "write_bytes", "mkdir", "makedirs", "mkstemp", "mkdtemp", "save_file", "savez"}
 WRITING_CALLS = {
@@ -193,6 +195,8 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             found.append(f"line {line}: {room} may not import Megatron ({name}); ask topology")
         elif head in PICKLES:
             found.append(f"line {line}: no pickles ({name})")
+        elif head in UNPACKERS or name == "shutil.unpack_archive":
+            found.append(f"line {line}: archives are not unpacked ({name})")
     return found + [f"line {line}: {what}" for line, what in _banned(tree, room)]
 
 
@@ -301,6 +305,8 @@ def test_table_has_no_circle_and_only_known_rooms() -> None:
         ("cli", "eval('1')", "no eval()"),
         ("cli", "def f():\n    from pickle import loads", "no pickles"),
         ("record.tensors", "import pickle as p", "no pickles"),
+        ("exchange.importer", "import zipfile", "archives are not unpacked"),
+        ("checkpoints.opening", "from tarfile import open", "archives are not unpacked"),
         ("analyse.load", "torch.load('f')", "torch.load without weights_only"),
         ("analyse.load", "torch.load('f', weights_only=False)", "torch.load without weights_only"),
         ("mystery.x", "", "is not in the tables"),

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from msprobe_megatron.analyse.assembly import Part, meet
 from msprobe_megatron.analyse.elements import Apart, View, add_views
+from msprobe_megatron.bench.compare_profile import forget, rows_profile, tensors_profile
 from msprobe_megatron.bench.options import Options
 from msprobe_megatron.bench.synthetic_runs import make
 from msprobe_megatron.bench.turns import BenchFailed
@@ -31,6 +33,7 @@ ABOUT = (
 )
 RANKS, LAYERS, SAMPLES = 1024, 160, 320
 _SECONDS, _MEMORY, _SPEED = 60.0, 4 << 30, 2.0
+_PROFILED_RANKS = 128
 _SIDE = 8192  # elements of a side of the tensors: 256 MiB in float32
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -59,14 +62,7 @@ def _rows(options: Options) -> dict[str, Any]:
     ranks = options.ranks or RANKS
     if ranks & (ranks - 1) or ranks > RANKS:
         raise BenchFailed(f"--ranks {ranks}: accepted are powers of two up to {RANKS}")
-    grid = _grid(ranks)
-    share = max(1, RANKS // ranks)
-    layers, samples = max(grid["pp"], LAYERS // share), max(2 * grid["dp"], SAMPLES // share)
-    fault = layers // 2
-    rows = 0
-    for name, broken in (("golden", None), ("faulty", fault)):
-        options.progress(f"writing {name} of {ranks} ranks")
-        rows += make(options.out / name, layers=layers, samples=samples, fault=broken, **grid)
+    rows, fault = _pair(options, ranks)
     options.progress("comparing")
     command = [sys.executable, "-m", "msprobe_megatron.cli", "compare", "--json"]
     begun = time.perf_counter()
@@ -90,6 +86,37 @@ def _rows(options: Options) -> dict[str, Any]:
         "asked": {"peak_bytes": _MEMORY},
         "peak_bytes": used.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
     }
+
+
+def _pair(options: Options, ranks: int) -> tuple[int, int]:
+    """Write two runs, one with a fault; returns their rows and the layer of the fault."""
+    grid = _grid(ranks)
+    share = max(1, RANKS // ranks)
+    layers, samples = max(grid["pp"], LAYERS // share), max(2 * grid["dp"], SAMPLES // share)
+    fault = layers // 2
+    rows = 0
+    for name, broken in (("golden", None), ("faulty", fault)):
+        options.progress(f"writing {name} of {ranks} ranks")
+        rows += make(options.out / name, layers=layers, samples=samples, fault=broken, **grid)
+    return rows, fault
+
+
+def why_missed(line: Mapping[str, Any], out: Path) -> list[str]:
+    """The profile of a line that missed what was asked: shares by stage.
+
+    Example: ``why_missed({"name": "tensors float32", "GB_a_second": 1.5}, Path("bench_out"))``.
+    """
+    name = str(line["name"])
+    if name.startswith("tensors "):
+        dtype, _, cut = name.removeprefix("tensors ").partition(" ")
+        return [tensors_profile(lambda: _tensors(name, out / "profile", dtype, bool(cut), _SIDE // 4))]
+    ranks = min(_PROFILED_RANKS, int(name.split()[-2]))
+    _pair(Options(out / "profile"), ranks)
+    golden, faulty = out / "profile" / "golden", out / "profile" / "faulty"
+    try:
+        return [f"by stage, of a pair of {ranks} ranks: {rows_profile(golden, faulty)}"]
+    finally:
+        forget(golden, faulty)
 
 
 def _grid(ranks: int) -> dict[str, int]:

@@ -10,10 +10,12 @@ import contextlib
 import io
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from msprobe_megatron.bench.callers import caller
 from msprobe_megatron.bench.options import Options
 from msprobe_megatron.bench.turns import BenchFailed
 from msprobe_megatron.bench.workloads import WORKLOADS
@@ -28,6 +30,7 @@ ALLOCATING = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "cl
 _COLLECTIVES = "c10d"
 _STEPS = 4
 _WARM_UP = 2
+_LINES = 8
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "dump L0": {"dump": {"level": "L0"}},
@@ -59,11 +62,15 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         self.collectives = 0
+        self.callers: Counter[str] = Counter()
+        """Who called what waits or communicates."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the name, do the work."""
         self.counts[func.overloadpacket.__name__] += 1
         self.collectives += func.namespace == _COLLECTIVES
+        if func.namespace == _COLLECTIVES or func.overloadpacket.__name__ in WAITING:
+            self.callers[caller(func.overloadpacket.__name__)[0]] += 1
         return func(*args, **(kwargs or {}))
 
     def waits(self) -> int:
@@ -111,12 +118,28 @@ def bench(options: Options) -> list[dict[str, Any]]:
     return lines
 
 
+def why_missed(line: Mapping[str, Any], out: Path) -> list[str]:
+    """Who makes the host wait, or communicates, in a step of a variant and not in one without the kit.
+
+    Example: ``why_missed({"name": "dump L0"}, Path("bench_out"))``.
+    """
+    name = str(line["name"])
+    options = Options(out / "profile")
+    plain, found = Counter[str](), Counter[str]()
+    _count(None, options, plain)
+    _count((name, VARIANTS[name]), options, found)
+    listed = [f"`{who}` {_whole(times / _STEPS)}" for who, times in (found - plain).most_common(_LINES)]
+    return [f"waits and collectives of a step by who calls them: {', '.join(listed) or 'none'}"]
+
+
 def _whole(value: float) -> float:
     return int(value) if value == int(value) else round(value, 2)
 
 
-def _count(variant: tuple[str, Mapping[str, Any]] | None, options: Options) -> dict[str, int]:
-    """Counts of some steps of h64, after the first ones."""
+def _count(
+    variant: tuple[str, Mapping[str, Any]] | None, options: Options, callers: Counter[str] | None = None
+) -> dict[str, int]:
+    """Counts of some steps of h64, after the first ones; ``callers`` is told who waits."""
     from msprobe_megatron import attach
     from msprobe_megatron.config import Overrides, from_document
     from msprobe_megatron.demo.pretrain_gpt import run
@@ -146,6 +169,8 @@ def _count(variant: tuple[str, Mapping[str, Any]] | None, options: Options) -> d
     with _quiet():
         run(flags, Callbacks(ready=ready, step=after))
         rows = _rows(held[0]) if held else 0
+    if callers is not None:
+        callers.update(counting.callers)
     return {
         "operations": sum(counting.counts.values()),
         "host_synchronisations": counting.waits(),

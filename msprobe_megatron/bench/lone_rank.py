@@ -27,6 +27,7 @@ def lone_rank(rank: int, world: int) -> Iterator[None]:
     if world == 1:
         yield
         return
+    import torch
     import torch.distributed as dist
 
     from msprobe_megatron import backends
@@ -45,8 +46,16 @@ def lone_rank(rank: int, world: int) -> Iterator[None]:
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         return group(ranks, timeout, "fake", *args, **kwargs)
 
+    # Their handle has a `wait` of its own, which nobody who watches communication would hear of.
+    work = getattr(torch._C._distributed_c10d, "FakeWork", dist.Work)
+
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return dist.Work.wait(self, *args, **kwargs)
+
+    heard = mock.patch.object(work, "wait", wait) if work is not dist.Work else contextlib.nullcontext()
     place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(world)}
     with (
+        heard,
         mock.patch.dict(os.environ, place),
         mock.patch.multiple(dist, init_process_group=init_process_group, new_group=new_group),
         mock.patch.multiple(dist.distributed_c10d, init_process_group=init_process_group, new_group=new_group),

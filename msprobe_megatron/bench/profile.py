@@ -77,8 +77,8 @@ def memory_profile(workload: Workload, variant: Mapping[str, Any], line: Mapping
         tracemalloc.stop()
     total = sum(held.values()) or 1
     largest = sorted(held.items(), key=lambda item: -item[1])[:_LINES]
-    shares = ", ".join(f"`{name}` {size / total:.0%}" for name, size in largest)
-    return f"{line['name']}: Python holds {total / 2**20:.0f} MiB more than before the job: {shares}."
+    listed = ", ".join(f"`{name}` {size / total:.0%}" for name, size in largest)
+    return f"{line['name']}: Python holds {total / 2**20:.0f} MiB more than before the job: {listed}."
 
 
 def tensor_profile(workload: Workload, variant: Mapping[str, Any], line: Mapping[str, Any], out: Path) -> str:
@@ -135,15 +135,22 @@ def text(stats: pstats.Stats, line: Mapping[str, Any]) -> str:
 
     Example: ``text(pstats.Stats(profile), {"name": "h64:L0", "ratio": 1.7, "training_ratio": 1.5})``.
     """
-    own = _own_seconds(stats)
-    total = sum(own.values()) or 1.0
-    largest = sorted(own.items(), key=lambda item: -item[1])[:_LINES]
-    shares = ", ".join(f"`{name}` {seconds / total:.0%}" for name, seconds in largest)
     writer = ""
     if line.get("training_ratio") is not None:
         share = max(0.0, line["ratio"] - line["training_ratio"]) / max(1e-9, line["ratio"] - 1)
         writer = f"the writer thread {min(1.0, share):.0%} of what is added; "
-    return f"{line['name']}: {writer}of the training thread's part {shares}."
+    return f"{line['name']}: {writer}of the training thread's part {shares(stats)}."
+
+
+def shares(stats: pstats.Stats) -> str:
+    """The functions of the kit that take the most of a profile, with their shares of what all of them take.
+
+    Example: ``shares(pstats.Stats(profile))``.
+    """
+    own = _own_seconds(stats)
+    total = sum(own.values()) or 1.0
+    largest = sorted(own.items(), key=lambda item: -item[1])[:_LINES]
+    return ", ".join(f"`{name}` {seconds / total:.0%}" for name, seconds in largest)
 
 
 def _own_seconds(stats: pstats.Stats) -> dict[str, float]:

@@ -10,11 +10,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from msprobe_megatron.bench.layouts import ONE_CARD, Layout
 from msprobe_megatron.bench.lone_rank import lone_rank
 from msprobe_megatron.bench.options import Options
 from msprobe_megatron.bench.turns import BenchFailed
+from msprobe_megatron.bench.write_speed import speeds, why_slow
 
 ABOUT = (
     "Bytes of saved tensors of one step, each distinct tensor once (bf16), by level and microbatches a step: on one"
@@ -132,7 +130,6 @@ _MODEL_FLAGS: dict[str, int | None] = {
     **{"--tensor-model-parallel-size": 1, "--pipeline-model-parallel-size": 1, "--context-parallel-size": 1},
 }
 Model = tuple[Shape, Layout]
-_SPEED_BYTES, _SPEED_TENSOR = 384 << 20, 4 << 20
 
 
 def bench(options: Options) -> list[dict[str, Any]]:
@@ -158,6 +155,28 @@ def bench(options: Options) -> list[dict[str, Any]]:
         options.progress("speed of the writer")
         lines.append({"name": "speed", **speeds(options.out, options.turns or 5), "target": 0.8})
     return lines
+
+
+def why_missed(line: Mapping[str, Any], out: Path) -> list[str]:
+    """The profile of a line that missed what was asked: of the writer, or of the calculation.
+
+    Example: ``why_missed({"name": "speed", "share": 0.7, "target": 0.8}, Path("bench_out"))``.
+    """
+    if line["name"] == "speed":
+        return [why_slow(out)]
+    _, level, *rest = str(line["name"]).split(":")
+    every = {layout_text(layout): layout for _, layout in _models(None).values()}
+    words = [word for word in rest if word not in ("first", "middle", "last")]
+    layout = every.get(words[0] if words else "")
+    if layout is None:
+        return []
+    shapes = tuple(layout.fitting(shape) for shape in CALIBRATION)
+    sizes = [recorded(shape, level, layout)[0] for shape in shapes]
+    weights = fitted(shapes, sizes)
+    off = [abs(calculation(weights, shape) / size - 1) for shape, size in zip(shapes, sizes, strict=True)]
+    worst = shapes[off.index(max(off))]
+    told = "a product of dimensions is missing" if max(off) > 0.02 else "it is a matter of scale"  # noqa: PLR2004
+    return [f"the small models themselves are met to within {max(off):.2%} (the worst is {worst}): {told}"]
 
 
 def _calibrated(
@@ -288,63 +307,3 @@ def fitted(shapes: tuple[Shape, ...], sizes: list[int]) -> npt.NDArray[np.float6
 def calculation(weights: npt.NDArray[np.float64], shape: Shape) -> float:
     """The bytes of a model of this shape."""
     return float(np.array(shape.terms()) @ weights)
-
-
-def speeds(out: Path, turns: int) -> dict[str, Any]:
-    """The kit's writer and a plain sequential one on the same disk, taking turns: bytes a second, medians."""
-    import torch
-
-    out.mkdir(parents=True, exist_ok=True)
-    tensors = [torch.full((_SPEED_TENSOR // 4,), float(n)) for n in range(_SPEED_BYTES // _SPEED_TENSOR)]
-    times: dict[str, list[float]] = {"ours": [], "plain": [], "held up": []}
-    for turn in range(turns):
-        with tempfile.TemporaryDirectory(prefix="msprobe_speed_", dir=out) as folder:
-            times["plain"].append(_plain(tensors, Path(folder) / "plain.bin"))
-        with tempfile.TemporaryDirectory(prefix="msprobe_speed_", dir=out) as folder:
-            ours, held = _ours(tensors, Path(folder) / "run", turn)
-            times["ours"].append(ours)
-            times["held up"].append(held)
-    ours, plain, held = (statistics.median(times[name]) for name in ("ours", "plain", "held up"))
-    return {
-        "bytes": _SPEED_BYTES,
-        "share": plain / ours,
-        "ours_bytes_s": _SPEED_BYTES / ours,
-        "plain_bytes_s": _SPEED_BYTES / plain,
-        "training_thread_s": held,
-    }
-
-
-def _plain(tensors: list[Any], path: Path) -> float:
-    began = time.perf_counter()
-    with path.open("wb") as file:
-        for tensor in tensors:
-            file.write(tensor.numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-    return time.perf_counter() - began
-
-
-def _ours(tensors: list[Any], path: Path, step: int) -> tuple[float, float]:
-    """Seconds until all is on the disk, and seconds in which the thread that trains could not train."""
-    from msprobe_megatron import backends
-    from msprobe_megatron.record.directory import RunDirectory
-    from msprobe_megatron.record.schema import IDENTITY_COLUMNS
-    from msprobe_megatron.record.tensors import TensorPacks
-    from msprobe_megatron.record.writer import Writer
-
-    faults: list[BaseException] = []
-    directory = RunDirectory.create(path)
-    writer = Writer(directory, dict.fromkeys(IDENTITY_COLUMNS, 0), 4 * _SPEED_BYTES, faults.append)
-    packs = TensorPacks(backends.select().to_host, writer.submit)
-    began = time.perf_counter()
-    for tensor in tensors:
-        packs.add(step, tensor)
-    packs.finish()
-    held = time.perf_counter() - began
-    writer.flush()
-    took = time.perf_counter() - began
-    writer.close()
-    directory.close()
-    if faults:
-        raise faults[0]
-    return took, held

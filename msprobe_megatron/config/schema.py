@@ -122,17 +122,19 @@ class Alert:
     """A rule of the monitor.
 
     ``nonfinite``: a NaN or an Inf. ``spike``: a size (root mean square) more than (1 + threshold) times above or below
-    the median of the last ``window`` steps, and more than ``deviations`` robust deviations from it; where no threshold
-    is given, it is 0.25 for losses and 2 for all else. ``limit``: an absolute value above the threshold. ``vanish``: a
-    size below threshold times the median, or nothing but zeros where there were few. ``replica``: ranks that should
-    hold the same do not (needs ``checks``). ``dead_expert``: an expert that no token reached. ``custom``: what
-    ``expression`` says of a row. ``cooldown`` counts steps; ``names`` and ``kinds`` choose rows, empty is all.
+    the median of the last ``window`` steps, and more than ``deviations`` robust deviations from it (0.4 times as many
+    for losses and the gradient norm); where no threshold is given, it is 0.25 for losses, 1 for the gradient norm, 3
+    for activations, 6 for updates, 9 for clipped gradients, 29 for gradients of routers and experts, 2 for other
+    gradients. ``limit``: an absolute value above the threshold. ``vanish``: a size below threshold times the median,
+    or nothing but zeros where there were few. ``replica``: ranks that should hold the same do not (needs ``checks``).
+    ``dead_expert``: an expert that no token reached. ``custom``: what ``expression`` says of a row. ``cooldown``
+    counts steps; ``names`` and ``kinds`` choose rows, empty is all.
     """
 
     rule: Rule
     threshold: float | None = None
     window: int = 32
-    deviations: float = 8.0
+    deviations: float = 10.0
     cooldown: int = 100
     names: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()

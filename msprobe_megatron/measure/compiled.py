@@ -104,6 +104,7 @@ class Compiled:
         if self.numbered or not is_dense(x):
             code, values, shape, strides, _ = key
             if not self.numbered:  # in the order of the memory, as `msprobe_strided` reads it
+                numbering = None
                 order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
                 shape, strides = [shape[dim] for dim in order], [strides[dim] for dim in order]
             plan = make_plan(code, values, shape, strides, numbering, self._cells)

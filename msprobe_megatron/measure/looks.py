@@ -52,5 +52,5 @@ def looks(measurer: Measurer, take: Callable[[], int]) -> Callable[[], Look] | N
         ]
     kinds = (torch.Tensor, torch.nn.Parameter)
     # The tables of values of 8-bit dtypes lie in `compiled`, which must live as long as what reads them.
-    eye = module.Eye(take, measurer.addresses, native.stats_address(), *kinds, samples, compiled)
+    eye = module.Eye(take, measurer.addresses, *native.kernel_addresses(), *kinds, samples, compiled)
     return lambda: module.Look(eye)

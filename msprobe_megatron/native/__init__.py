@@ -5,6 +5,6 @@ compiler. Nothing is built before a session asks (`load`), and a failure of any 
 """
 
 from msprobe_megatron.native.library import Kernel, kernel, load, why_not
-from msprobe_megatron.native.looking import load_look, look, stats_address, why_no_look
+from msprobe_megatron.native.looking import kernel_addresses, load_look, look, why_no_look
 
-__all__ = ["Kernel", "kernel", "load", "load_look", "look", "stats_address", "why_no_look", "why_not"]
+__all__ = ["Kernel", "kernel", "kernel_addresses", "load", "load_look", "look", "why_no_look", "why_not"]

@@ -23,6 +23,7 @@ constexpr size_t PRUNE_FROM = 4096;
 // Freed storages are looked for with every tensor, among the more the larger it is: to measure it takes longer.
 constexpr size_t SWEEP = 4, SWEEP_BYTES = 16 << 10;
 typedef void (*Stats)(const void*, int64_t, int64_t, const void*, void*);
+typedef void (*Strided)(const void*, int64_t, const int64_t*, const int64_t*, int64_t, const void*, void*);
 
 // Lazy, wrapped or elsewhere: their memory does not say what they are.
 const c10::DispatchKeySet ODD({
@@ -36,6 +37,7 @@ struct Eye {
     PyObject_HEAD
     PyObject *take, *addresses, *tensor, *parameter, *cdata, *keep;
     Stats stats;
+    Strided strided;
     int64_t codes[MOST_TYPES], values[MOST_TYPES];
     // What is remembered lives here and not among the tensors, whose memory it would cut into pieces.
     std::pmr::unsynchronized_pool_resource* pool;
@@ -142,7 +144,7 @@ PyObject* see(Look* self, PyObject* x) {
     auto* impl = impl_of(eye, x);
     if (!impl) return PyErr_Occurred() ? nullptr : PyLong_FromLong(NOT_MINE);
     try {
-        if (!plain(impl) || !impl->is_non_overlapping_and_dense()) return PyLong_FromLong(NOT_MINE);
+        if (!plain(impl)) return PyLong_FromLong(NOT_MINE);
         auto type = (size_t)impl->dtype().toScalarType();
         if (type >= MOST_TYPES || eye->codes[type] < 0) return PyLong_FromLong(NOT_MINE);
         auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
@@ -162,8 +164,14 @@ PyObject* see(Look* self, PyObject* x) {
         if (!address) return nullptr;
         // Taking a slot runs Python, and with it perhaps another thread: the memory is looked up once more.
         begin = static_cast<const char*>(impl->unsafe_storage().unsafeGetStorageImpl()->data());
-        eye->stats(begin + impl->storage_offset() * (int64_t)impl->itemsize(), impl->numel(), eye->codes[type],
-                   (const void*)eye->values[type], PyLong_AsVoidPtr(address));
+        begin += impl->storage_offset() * (int64_t)impl->itemsize();
+        auto* values = (const void*)eye->values[type];
+        void* to = PyLong_AsVoidPtr(address);
+        // Statistics do not depend on the order: what fills its memory is read as it lies.
+        if (impl->is_non_overlapping_and_dense())
+            eye->stats(begin, impl->numel(), eye->codes[type], values, to);
+        else
+            eye->strided(begin, impl->dim(), impl->sizes().data(), impl->strides().data(), eye->codes[type], values, to);
         if (memory->slots.size() >= memory->prune_at) memory->prune();
         memory->slots[std::move(key)] = slot;
         return PyLong_FromLong(slot);
@@ -194,16 +202,17 @@ void look_free(Look* self) {
     Py_TYPE(self)->tp_free((PyObject*)self);
 }
 
-// take, addresses of the slots, address of msprobe_stats, class of tensors, class of parameters, and for each dtype a
+// take, addresses of the slots, addresses of msprobe_stats and msprobe_strided, class of tensors, class of parameters, and for each dtype a
 // tensor of it, its code in kernel.cpp and the address of its table of values; and who owns those tables.
 int eye_init(Eye* self, PyObject* args, PyObject*) {
-    PyObject *take, *addresses, *stats, *tensor, *parameter, *samples, *keep;
-    if (!PyArg_ParseTuple(args, "OO!OOOO!O", &take, &PyList_Type, &addresses, &stats, &tensor, &parameter,
+    PyObject *take, *addresses, *stats, *strided, *tensor, *parameter, *samples, *keep;
+    if (!PyArg_ParseTuple(args, "OO!OOOOO!O", &take, &PyList_Type, &addresses, &stats, &strided, &tensor, &parameter,
                           &PyList_Type, &samples, &keep))
         return -1;
     self->stats = (Stats)PyLong_AsVoidPtr(stats);
+    self->strided = (Strided)PyLong_AsVoidPtr(strided);
     self->cdata = PyUnicode_InternFromString("_cdata");
-    if (!self->stats || !self->cdata) return -1;
+    if (!self->stats || !self->strided || !self->cdata) return -1;
     for (auto** one : {&take, &addresses, &tensor, &parameter, &keep}) Py_INCREF(*one);
     self->pool = new std::pmr::unsynchronized_pool_resource();
     self->take = take;

@@ -93,23 +93,28 @@ def _tells_the_truth(module: Any) -> bool:
 
     with torch.inference_mode(False), torch.no_grad():
         x = torch.tensor([1.0, -2.0, 0.0, 4.0])
-        table = torch.zeros((4, 9), dtype=torch.int64)
-        addresses = [table[n].data_ptr() for n in range(4)]
-        slots = iter(range(4))
+        table = torch.zeros((5, 9), dtype=torch.int64)
+        addresses = [table[n].data_ptr() for n in range(5)]
+        slots = iter(range(5))
         kinds = (torch.Tensor, torch.nn.Parameter)
-        eye = module.Eye(lambda: next(slots), addresses, stats_address(), *kinds, [(x, FLOAT32, 0)], None)
+        eye = module.Eye(lambda: next(slots), addresses, *kernel_addresses(), *kinds, [(x, FLOAT32, 0)], None)
         seen = module.Look(eye)
-        answers = [seen.see(x), seen.see(x), seen.see(x.view(2, 2)), seen.see(x.add_(1)), seen.see(x.to(torch.int32))]
-        figures = table[0].view(torch.float64)[:5].tolist()
-    return answers == [0, 0, 1, 2, NOT_MINE] and figures == [-2.0, 4.0, 3.0, 21.0, 4.0]
+        answers = [seen.see(x), seen.see(x), seen.see(x.view(2, 2)), seen.see(x[1:]), seen.see(x.to(torch.int32))]
+        answers += [seen.see(x.add_(1)), seen.see(x[::2])]
+        figures = [table[n].view(torch.float64)[:5].tolist() for n in (0, 4)]
+    return answers == [0, 0, 1, 2, NOT_MINE, 3, 4] and figures == [
+        [-2.0, 4.0, 3.0, 21.0, 4.0],
+        [1.0, 2.0, 3.0, 5.0, 2.0],
+    ]
 
 
-def stats_address() -> int:
-    """Where the statistics of the kernel begin in memory.
+def kernel_addresses() -> tuple[int, int]:
+    """Where the two functions of the kernel that a look calls are in memory: for tensors without gaps, and with them.
 
-    Example: ``Eye(take, addresses, stats_address(), …)``.
+    Example: ``Eye(take, addresses, *kernel_addresses(), …)``.
     """
     found = kernel()
     if found is None:
         raise BuildError("no kernel")
-    return ctypes.cast(found.stats, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+    stats, strided = (ctypes.cast(work, ctypes.c_void_p).value or 0 for work in (found.stats, found.strided))  # type: ignore[arg-type]
+    return stats, strided

@@ -185,7 +185,7 @@ class CallSite:
 
     def _enter(self, name: str, chunk: int) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
-            if not self.active:
+            if not self.active or (self._clock.away and self._clock.apart()):
                 return
             try:
                 phase, moment = self._clock.calling()
@@ -199,7 +199,7 @@ class CallSite:
         return hook
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.active:
+        if not self.active or (self._clock.away and self._clock.apart()):
             return
         try:
             self._pop()

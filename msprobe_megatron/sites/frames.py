@@ -109,7 +109,7 @@ class ModuleFrames:
     def _enter(self, name: str, chunk: int) -> Any:
         # A hook that is taken away while torch walks over the hooks is still called, then without the kwargs.
         def hook(module: nn.Module, args: Any, kwargs: Any = None) -> None:
-            if not self._active:
+            if not self._active or (self._clock.away and self._clock.apart()):
                 return
             try:
                 phase, moment = self._clock.calling()
@@ -128,7 +128,7 @@ class ModuleFrames:
         return hook
 
     def _leave(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
-        if not self._active:
+        if not self._active or (self._clock.away and self._clock.apart()):
             return
         try:
             here = self._here

@@ -130,7 +130,7 @@ class MetricSite:
         self, name: str, known: tuple[str, ...], look: Callable[[nn.Module, dict[str, Any], Any, int], None]
     ) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> None:
-            if not self._active:
+            if not self._active or (self._clock.away and self._clock.apart()):
                 return
             try:
                 phase, moment = self._clock.calling()

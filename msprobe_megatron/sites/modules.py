@@ -154,7 +154,7 @@ class ModuleSite:
     def _before(self, watched: _Watched) -> Callable[..., None]:
         # A hook that is taken away while torch walks over the hooks is still called, then without the kwargs.
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-            if not self._active or kwargs is None:
+            if not self._active or kwargs is None or (self._clock.away and self._clock.apart()):
                 return
             try:
                 now = self._clock.calling()
@@ -175,7 +175,7 @@ class ModuleSite:
 
     def _after(self, watched: _Watched) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> None:
-            if not self._active:
+            if not self._active or (self._clock.away and self._clock.apart()):
                 return
             output = kwargs_and_output[-1]
             try:

@@ -154,7 +154,7 @@ class Arguments:
             self._handle = None
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if not self._active or kwargs is None:
+        if not self._active or kwargs is None or (self._clock.away and self._clock.apart()):
             return
         try:
             phase, moment = self._clock.calling()

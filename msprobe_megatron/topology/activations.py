@@ -144,6 +144,14 @@ def activation_spec(
     return ShardSpec.unmergeable(f"{ndim} dimensions where '{texts}' was expected")
 
 
+def spec_of_words(text: str, layout: ChunkLayout) -> ShardSpec:
+    """Spec of dimensions in the shorthand of this module.
+
+    Example: ``spec_of_words("S b h", ChunkLayout.of(chunk))``.
+    """
+    return ShardSpec(tuple(_dim(word, layout) for word in text.split()))
+
+
 def _kinds(module: nn.Module) -> list[str]:
     return [cls.__name__ for cls in type(module).__mro__]
 

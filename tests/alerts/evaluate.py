@@ -1,13 +1,13 @@
 """How far figures of clean jobs are from what is usual, and how far those of broken ones: the defaults of `spike`.
 
 `python -m tests.alerts.evaluate FOLDER` trains all jobs below (some minutes; those that are in the folder already are
-taken from there) and prints the two tables of docs/monitor.md. Not a test: tests/alerts/test_defaults.py holds what
-was chosen by it.
+taken from there) and prints the two tables of docs/monitor.md. tests/alerts/test_defaults.py holds what was chosen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import sys
 from collections import defaultdict
@@ -19,8 +19,13 @@ import numpy as np
 import pyarrow.dataset as ds
 import torch
 
+from msprobe_megatron.config import Alert
 from msprobe_megatron.probes.alerts.history import Steps
 from msprobe_megatron.probes.alerts.rules import ENOUGH
+from msprobe_megatron.probes.alerts.watch import Alerts
+from msprobe_megatron.record.schema import COUNT_COLUMNS, FLOAT_COLUMNS, Row
+from msprobe_megatron.record.watching import StepRows
+from tests.alerts.steps import row
 from tests.checks.jobs import BEFORE, Now
 from tests.compare.faults import named, weight
 from tests.compare.layouts import MORE
@@ -55,6 +60,7 @@ FAULTS = {
     "all_x5": ("single", "--lr 1e-3"),
     "rate_x10": ("single", "--lr 1e-3"),
 }
+_ROW = ("kind", "name", "io", "path", "phase", "vpp", "dtype", "microbatch")
 _ROUTED = re.compile(r"(?:^|\.)(?:router|(?:local_)?experts)(?:\.|$)")
 
 
@@ -66,6 +72,9 @@ class Figure(NamedTuple):
     step: int
     off: float
     deviations: float
+
+
+_NOTHING = Figure("", "", 0, 0.0, 0.0)
 
 
 def train(argv: list[str], job: str) -> list[float]:
@@ -103,18 +112,18 @@ def train(argv: list[str], job: str) -> list[float]:
         Now.step = step.iteration
         set_rates(step.iteration)
         if job == "weight_bit" and step.iteration == AT:
-            # The highest bit of the exponent of one weight: 0.01 becomes 1e36.
-            weight(built[0], "decoder.layers.1.mlp.linear_fc1.weight").data.view(-1).view(torch.int32)[3] ^= 1 << 28
+            # The highest bit of the exponent of one weight: 0.01 becomes 3e36.
+            weight(built[0], "decoder.layers.1.mlp.linear_fc1.weight").data.view(-1).view(torch.int32)[3] ^= 1 << 30
 
     return run(argv, Callbacks(ready=ready, gradients=gradients, step=after)).losses
 
 
-def run_of(root: Path, job: str, layout: str, more: str) -> Path:
+def run_of(root: Path, job: str, layout: str, more: str, probe: str = PROBE) -> Path:
     """The run directory of a job, trained if it is not there."""
     out = root / job
     if not out.exists():
         config = root / "probe.yaml"
-        config.write_text(PROBE)
+        config.write_text(probe)
         known = {**LAYOUTS, **MORE}[layout]
         flags = flags_of("single", dropout=True) + known.flags.split() + more.split()
         flags += ["--train-iters", str(STEPS), "--msprobe-config", str(config), "--msprobe-output", str(out)]
@@ -128,17 +137,17 @@ def figures(run: Path) -> Iterator[Figure]:
     columns += ["sumsq", "numel", "n_nan", "n_posinf", "n_neginf"]
     rows = ds.dataset(run / "monitor", format="parquet").to_table(columns=columns).to_pylist()
     by_rank: dict[int, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        if _group(row):
-            by_rank[row["rank"]][row["step"]].append(row)
+    for line in rows:
+        if _group(line):
+            by_rank[line["rank"]][line["step"]].append(line)
     for steps in by_rank.values():
         history, numbers = Steps(WINDOW), {}
         for step in sorted(steps):
             key = ("kind", "name", "io", "path", "phase", "vpp")
             now = steps[step]
-            series = np.array([numbers.setdefault(tuple(row[k] for k in key), len(numbers)) for row in now])
+            series = np.array([numbers.setdefault(tuple(line[k] for k in key), len(numbers)) for line in now])
             with np.errstate(divide="ignore"):
-                logs = np.array([_log(row) for row in now])
+                logs = np.array([_log(line) for line in now])
             usual = history.usual(series)
             off = logs - usual.median
             for i in np.flatnonzero((usual.steps >= ENOUGH) & np.isfinite(off)):
@@ -170,46 +179,75 @@ def _group(row: dict[str, Any]) -> str:
     return f"{kind}, microbatch" if kind == "gradient" or row["path"] == "microbatch" else kind
 
 
-def _factor(off: float) -> str:
-    return f"{np.exp(abs(off)):.3g}"
+def told(run: Path, *rules: str) -> list[dict[str, Any]]:
+    """What rules with their defaults say of a run: its rows once more, as they came."""
+    columns = ["step", "rank", "seq", *_ROW, "numel", "shape", *FLOAT_COLUMNS, *COUNT_COLUMNS]
+    table = ds.dataset(run / "monitor", format="parquet").to_table(columns=columns)
+    events: list[dict[str, Any]] = []
+    for rank in sorted(set(table["rank"].to_pylist())):
+        rows = sorted(table.filter(ds.field("rank") == rank).to_pylist(), key=lambda row: (row["step"], row["seq"]))
+        alerts = Alerts([Alert(rule) for rule in rules], lambda alert, event: events.append(event), print)
+        for step, of_step in itertools.groupby(rows, key=lambda row: row["step"]):
+            now = list(of_step)
+            what = [row_of(slot, row) for slot, row in enumerate(now)]
+            floats = [[np.nan if row[c] is None else row[c] for c in FLOAT_COLUMNS] for row in now]
+            counts = [[-1 if row[c] is None else row[c] for c in COUNT_COLUMNS] for row in now]
+            alerts.saw(StepRows(step, what, np.array(floats, np.float64), np.array(counts, np.int64)))
+    return events
+
+
+def row_of(slot: int, found: dict[str, Any]) -> Row:
+    """A row as the monitor handed it to its watchers."""
+    return row(slot=slot, numel=found["numel"] or 0, **{key: found[key] for key in ("seq", *_ROW)})
 
 
 def clean_table(found: dict[str, list[Figure]]) -> str:
-    """Groups by how far clean figures are off: upwards, downwards, and those beyond 8 deviations."""
-    lines = ["| figures | judged | deviations, 99.9 % | largest factor up | down | of those beyond 8 deviations: up | down |"]
+    """How far clean figures are off, by group: deviations, and the largest factors up and down among those that far."""
+    lines = ["| clean figures | judged | largest deviation | factor up / down at most | of those beyond 4 | 8 | 10 |"]
     lines.append("|---|---|---|---|---|---|---|")
     for group in sorted(found):
-        off = np.array([f.off for f in found[group]])
-        deviations = np.array([f.deviations for f in found[group]])
-        far = off[deviations > 8]
-        parts = [(off, 1), (off, -1), (far, 1), (far, -1)]
-        extremes = [_factor((side * values).max()) if (side * values > 0).any() else "-" for values, side in parts]
-        lines.append(f"| {group} | {len(off)} | {np.quantile(deviations, 0.999):.1f} | {' | '.join(extremes)} |")
+        off = np.array([figure.off for figure in found[group]])
+        deviations = np.nan_to_num(np.array([figure.deviations for figure in found[group]]), posinf=0)
+        parts = [_factors(off[deviations > least]) for least in (-1, 4, 8, 10)]
+        lines.append(f"| {group} | {len(off):,} | {deviations.max():.1f} | {' | '.join(parts)} |")
     return "\n".join(lines)
 
 
-def fault_table(job: str, found: list[Figure]) -> str:
-    """The figures of the first broken step, by group: the largest factor and its deviations."""
-    first = [f for f in found if f.step == AT]
-    words = []
-    for group in sorted({f.group for f in first}):
-        most = max((f for f in first if f.group == group), key=lambda f: min(abs(f.off), f.deviations))
-        words.append(f"{group} ×{np.exp(most.off):.3g} ({most.deviations:.0f})")
-    return f"| {job} | {', '.join(words)} |"
+def _factors(off: Any) -> str:
+    return f"{np.exp(off.max(initial=0)):.3g} / {np.exp((-off).max(initial=0)):.3g}" if len(off) else ""
+
+
+def fault_line(job: str, found: list[Figure], events: list[dict[str, Any]]) -> str:
+    """What is furthest off in the first broken step, and what was told of it and of the steps before."""
+    first = [figure for figure in found if figure.step == AT]
+    most = {}
+    for figure in first:
+        if np.isfinite(figure.deviations) and figure.deviations > most.get(figure.group, _NOTHING).deviations:
+            most[figure.group] = figure
+    furthest = sorted(most.values(), key=lambda figure: -figure.deviations)[:3]
+    words = ", ".join(f"{f.group} ×{np.exp(f.off):.3g} ({f.deviations:.0f})" for f in furthest)
+    now = [event for event in events if event["step"] == AT]
+    rules = ", ".join(dict.fromkeys(f"{event['rule']}: {event['name']} ({event['kind']})" for event in now))
+    return f"| {job} | {words} | {rules or 'nothing'} | {sum(event['step'] < AT for event in events)} |"
 
 
 def main(root: Path) -> None:
     """Train, measure, print."""
     root.mkdir(parents=True, exist_ok=True)
     groups: dict[str, list[Figure]] = defaultdict(list)
+    false: dict[str, int] = {}
     for job, (layout, more) in CLEAN.items():
-        for figure in figures(run_of(root, job, layout, more)):
+        run = run_of(root, job, layout, more)
+        for figure in figures(run):
             groups[figure.group].append(figure)
-        print(f"{job}: done", file=sys.stderr, flush=True)
+        false[job] = len(told(run, "spike", "vanish"))
+        print(f"{job}: {false[job]} alerts", file=sys.stderr, flush=True)
     print(clean_table(groups))
-    print("\n| fault, first step | factor (deviations) |\n|---|---|")
+    print(f"\nalerts of {len(CLEAN)} clean jobs: {sum(false.values())}\n")
+    print("| fault, first step | furthest off: factor (deviations) | told | told before |\n|---|---|---|---|")
     for job, (layout, more) in FAULTS.items():
-        print(fault_table(job, list(figures(run_of(root, job, layout, more)))), flush=True)
+        run = run_of(root, job, layout, more)
+        print(fault_line(job, list(figures(run)), told(run, "nonfinite", "spike", "vanish")), flush=True)
 
 
 if __name__ == "__main__":

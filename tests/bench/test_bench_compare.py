@@ -1,8 +1,14 @@
 """`msprobe-megatron bench compare` in a small form: the fault is found, and the lines have their figures."""
 
+import inspect
 import json
+import re
 
+from msprobe_megatron.analyse import compare as stages
+from msprobe_megatron.bench import compare
 from msprobe_megatron.bench.compare import _grid
+from msprobe_megatron.bench.compare_profile import STAGES
+from msprobe_megatron.bench.profile import profiles
 from msprobe_megatron.cli import main
 
 
@@ -26,3 +32,22 @@ def test_sizes_of_the_pair():
     for ranks in (1, 2, 4, 8, 64, 512):
         grid = _grid(ranks)
         assert grid["tp"] * grid["pp"] * grid["dp"] == ranks
+
+
+def test_what_missed_has_its_stages(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "_PROFILED_RANKS", 4)
+    monkeypatch.setattr(compare, "_SIDE", 1024)
+    rows = {"name": "rows of 1024 ranks", "seconds": 61.0, "target": 60.0}
+    tensors = {"name": "tensors bfloat16 cut", "GB_a_second": 1.0, "target": 2.0}
+    met = {"name": "tensors float32", "GB_a_second": 2.5, "target": 2.0}
+    of_rows, of_tensors = profiles(compare, [rows, tensors, met], tmp_path)
+    assert of_rows.startswith("rows of 1024 ranks: by stage, of a pair of 4 ranks: `")
+    assert "`match` " in of_rows and "; the most memory is resident in `" in of_rows
+    assert sum(int(share) for share in re.findall(r" (\d+)%", of_rows)) > 80
+    assert of_tensors.startswith("tensors bfloat16 cut: `") and "`analyse/elements." in of_tensors
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_every_stage_is_one_of_compare():
+    source = inspect.getsource(stages.compare)
+    assert [name for name in STAGES if f"{name}(" not in source] == []

@@ -76,6 +76,7 @@ def test_what_is_asked_of_each_kind_of_figure():
             "asked": {"microseconds": 10, "extra_bytes": 5},
         },
         {"name": "d", "host_synchronisations": 0, "asked": {"host_synchronisations": 1}},
+        {"name": "e", "ratio": 1.2, "seconds": 0.5, "share": 2.0, "target": 1.1},
     ]
     found = [(verdict.label, verdict.met) for verdict in verdicts(lines)]
     assert found == [
@@ -84,4 +85,5 @@ def test_what_is_asked_of_each_kind_of_figure():
         ("c", True),
         ("c µs a row", False),
         ("d host synchronisations", True),
+        ("e", False),  # a line that has a ratio is asked about its ratio
     ]

@@ -1,6 +1,7 @@
 """How much the task `tensor` writes: the calculation finds known coefficients, and meets a run it has not seen."""
 
 import contextlib
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -10,6 +11,7 @@ import pytest
 from msprobe_megatron.bench import volume
 from msprobe_megatron.bench.layouts import Layout
 from msprobe_megatron.bench.options import Options
+from msprobe_megatron.bench.profile import profiles
 from msprobe_megatron.bench.turns import BenchFailed
 from msprobe_megatron.bench.volume import (
     CALIBRATION,
@@ -53,10 +55,16 @@ def test_the_calculation_meets_a_model_that_was_not_used(level):
 
 
 def test_speeds_are_of_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr("msprobe_megatron.bench.volume._SPEED_BYTES", 1 << 20)
-    monkeypatch.setattr("msprobe_megatron.bench.volume._SPEED_TENSOR", 1 << 16)
+    monkeypatch.setattr("msprobe_megatron.bench.write_speed._SPEED_BYTES", 1 << 20)
+    monkeypatch.setattr("msprobe_megatron.bench.write_speed._SPEED_TENSOR", 1 << 16)
     found = speeds(tmp_path, turns=1)
     assert found["bytes"] == 1 << 20 and found["share"] > 0
+    (why,) = profiles(volume, [{"name": "speed", **found, "share": 0.7, "target": 0.8}], tmp_path)
+    stages = re.findall(r"(copies|waits for room|writes|syncs|opens and renames|waits for packs) (-?\d+)%", why)
+    shares = {stage: int(share) for stage, share in stages}
+    assert len(shares) == 6 and all(0 <= share <= 100 for share in shares.values()), why
+    assert sum(list(shares.values())[2:]) == pytest.approx(100, abs=3), "all the time of the writer thread"
+    assert re.search(r"the plain writer takes [\d.]+ s, its sync \d+% of them", why)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,7 +146,7 @@ def test_lines_of_a_layout_are_those_of_its_stages(monkeypatch):
         sizes = [inside + 1000 * batch, inside, inside + 100 * batch]
         assert [line["bytes"] for line in lines] == pytest.approx(sizes, abs=2)
         whole = 4 * (sizes[0] + 2 * sizes[1] + sizes[2])
-        assert {line["bytes_of_16_ranks"] for line in lines} == {pytest.approx(whole, abs=40)}
+        assert [line["bytes_of_16_ranks"] for line in lines] == pytest.approx([whole] * 3, abs=40)
 
 
 def test_what_a_layout_cannot_cut_is_refused():

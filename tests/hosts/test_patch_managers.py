@@ -130,6 +130,8 @@ def test_mindspeeds_own(mindspeed, tmp_path):
         ({"schedules_method": "dualpipev", "moe_fb_overlap": True}, ["moe_fb_overlap", "schedules_method=dualpipev"]),
         ({"context_parallel_algo": "megatron_cp_algo", "cuda_graph_impl": "none"}, []),
         ({"context_parallel_algo": "hybrid_cp_algo"}, ["context_parallel_algo=hybrid_cp_algo"]),
+        ({"enable_cuda_graph": True, "cuda_graph_impl": "local"}, ["enable_cuda_graph", "cuda_graph_impl=local"]),
+        ({"external_cuda_graph": True}, ["external_cuda_graph"]),
     ],
 )
 def test_what_a_feature_hides_is_named(options, named):

@@ -76,6 +76,21 @@ def test_levels_agree_to_the_bit():
     for dtype in FLOATS:
         x = values((3, 7001), dtype, seed=5)
         assert len({stats_of(kernel, x) for kernel in KERNELS}) == 1
+        assert len({stats_of(kernel, x[:, 1:3000:2]) for kernel in KERNELS}) == 1
+
+
+@every_level
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.bool], ids=str)
+def test_gaps_change_no_bit(kernel, dtype):
+    """A tensor with gaps has the figures of its copy without, also where it is read for a digest."""
+    x = values((90, 3, 64), dtype, seed=3)
+    for part in (x[:, 1], x[:, 1, :40], x[:, :2].transpose(0, 1), x[:50, 2, ::3]):
+        order = sorted(range(part.dim()), key=lambda d: -part.stride(d))
+        copy = part.permute(order).contiguous()
+        assert part.numel() > 50 and stats_of(kernel, part) == stats_of(kernel, copy)
+    slot = torch.zeros(10, dtype=torch.int64)
+    assert Compiled(kernel, digest=True)(x[:, 1], slot.data_ptr())
+    assert Stats(*slot[:5].view(torch.float64).tolist(), *slot[5:9].tolist()) == stats_of(kernel, x[:, 1])
 
 
 @every_level

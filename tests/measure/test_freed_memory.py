@@ -13,7 +13,7 @@ from msprobe_megatron.record.slots import SlotTable
 from tests.forked import run_forked
 
 _M_MMAP_THRESHOLD = -3
-_TENSORS, _STEP = 64, 64 << 10
+_TENSORS, _STEP, _SMALL = 30, 1 << 20, 20000
 MIB = 1 << 20
 
 
@@ -50,7 +50,9 @@ def growth(kind):
     """Bytes that the heap grows by when ever larger tensors are made, seen and freed; each fits where those before lay."""
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 32 * MIB)  # all of them from the heap, from the first on
     keep, see = remembering(kind) if kind != "nothing" else (None, lambda x: None)
-    see(torch.ones(8))
+    # Small holes that the heap has already are filled, as they are after some steps of a job.
+    living = [torch.ones(8) for _ in range(_SMALL)]
+    see(living[0])
     before = heap_bytes()
     for n in range(1, _TENSORS + 1):
         see(torch.ones(n * _STEP // 4))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from msprobe_megatron import native
-from msprobe_megatron.measure.flatten import is_dense
 from msprobe_megatron.measure.looks import NO_ROOM, NOT_MINE, looks
 from msprobe_megatron.measure.measurer import Measurer
 from msprobe_megatron.measure.once import SeenTensors
@@ -45,6 +44,12 @@ def samples():
     yield from (base[1:], base.double(), base.half(), base.bfloat16(), base.to(torch.int16), base.long(), base > 0)
     yield from (base.to(torch.uint8), base.to(torch.float8_e4m3fn), torch.nn.Parameter(base.clone()), base * 1e30)
     yield torch.randn(3, 5, 7).permute(2, 0, 1).requires_grad_()
+    # With gaps: rows shorter and longer than a piece, repeated, overlapping, in another order, of every width.
+    wide = torch.randn(300, 3, 64)
+    for x in (wide, wide.double(), wide.bfloat16(), wide > 0, (100 * wide).to(torch.int16)):
+        yield from (x[:, 1], x[:, :, ::3], x[:, 1].t(), x.permute(2, 0, 1)[:, ::2], x[:0, 1], x[:1, 1:2, 7:8])
+    yield from (torch.randn(2, 5000)[:, :4999], torch.randn(5000, 2)[:, 1], torch.tensor(3.0).expand(7, 2100))
+    yield from (wide[:, :1].expand(300, 5, 64), wide.view(-1).as_strided((40, 50), (3, 2)), base[::2, 1::2])
 
 
 def test_figures_are_those_of_the_twin():
@@ -71,9 +76,6 @@ def test_known_until_it_changes():
             try:
                 shown = view()
             except RuntimeError:  # not a view that this shape has
-                continue
-            if not is_dense(shown):
-                assert pair.look.see(shown) == NOT_MINE
                 continue
             assert pair.look.see(shown) == pair.python(shown)
     x.data = torch.zeros(24)
@@ -109,9 +111,11 @@ def test_freed_tensors_are_forgotten_in_time():
     pair = Pair()
     kept = torch.ones(3)
     slot = pair.look.see(kept)
-    for _ in range(5000):
+    most = 0
+    for _ in range(14_000):  # more than once, and never more of them than the first time
         pair.look.see(torch.zeros(1))
-    assert len(pair.look) < 4200 and pair.look.see(kept) == slot
+        most = max(most, len(pair.look))
+    assert most < 4200 and pair.look.see(kept) == slot
 
 
 class Fancy(torch.Tensor):
@@ -120,7 +124,7 @@ class Fancy(torch.Tensor):
 
 def not_for_the_look():
     x = torch.randn(4, 6, dtype=torch.complex64)
-    yield from (x, x.conj(), x.conj().imag, torch.randn(4, 6)[:, ::2], torch.ones(2, 1).expand(2, 5))
+    yield from (x, x.conj(), x.conj().imag)
     yield from (torch.ones(3, device="meta"), torch.eye(3).to_sparse(), torch.ones(3).as_subclass(Fancy))
     yield torch._efficientzerotensor((3,))
     with torch.inference_mode():

@@ -124,3 +124,15 @@ def test_copies_are_bounded_and_neighbours_of_another_dtype_are_read_apart(monke
     for tensors in (parts, both, [memory[10:30], memory[5:9], memory[10:30]]):
         for found, part in zip(figures(tensors), tensors, strict=True):
             assert_stats(found, part)
+
+
+def test_rows_between_segments_belong_to_nobody():
+    buffer = values((2000,), torch.float32)
+    for parts in (
+        [buffer[:256], buffer[512:768]],
+        [buffer[256:512], buffer[1024:1027]],
+        [buffer[3:5], buffer[512:1024]],
+    ):
+        assert len(plan_stretches(parts)) == 1
+        for found, part in zip(figures(parts), parts, strict=True):
+            assert_stats(found, part)

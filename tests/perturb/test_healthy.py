@@ -128,3 +128,22 @@ def test_terms_of_products_and_of_their_gradients():
     assert terms_of("gemm", (tokens, matrix), y, "torch.nn.functional.linear") == 10
     assert _terms("gemm", 10, y, matrix) == 64
     assert _terms("gemm", 10, y, tokens) == 20
+
+
+@pytest.mark.parametrize("profile", ["ulp", "msprobe"])
+@pytest.mark.parametrize("rubbish", [0.0, float("nan"), 1e30])
+def test_what_a_product_does_not_read_is_not_what_is_nudged(tmp_path, rubbish, profile):
+    """Scores of attention are added to memory that nobody has written to, times 0."""
+
+    def scores(x):
+        return torch.baddbmm(torch.full((4, 16, 16), rubbish), x, x.transpose(1, 2), beta=0.0, alpha=0.25)
+
+    torch.manual_seed(5)
+    section = {"mode": "add_noise", "profile": profile, "list": ["baddbmm"]}
+    _, rows, _ = examined(tmp_path, scores, torch.randn(4, 16, 8), section)
+    if profile == "ulp":
+        assert found(rows) == []
+        assert rows[0]["kappa"] > 0.1
+        assert rows[0]["different"] > 0
+    else:
+        assert rows[0]["max_rel"] != 0

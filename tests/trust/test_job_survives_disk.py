@@ -89,6 +89,56 @@ def test_directory_removed_under_way(tmp_path, expected):
     same(found, expected)
 
 
+def train_on_a_disk_that_turns_read_only(argv, out):
+    """From step 4 on nothing below the output can be made or opened for writing."""
+    import errno
+
+    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.dispatch import DISPATCHER
+
+    changing = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+    def refusing(call, refuses):
+        def wrapped(*args, **kwargs):
+            if refuses(*args):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(args[0]))
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    def after(step):
+        if step.iteration == 4:
+            for session in DISPATCHER.sessions():
+                session.writer.flush(60)
+            os.open = refusing(os.open, lambda path, flags=0, *_: flags & changing)
+            for name in ("mkdir", "rename", "replace", "link"):
+                setattr(os, name, refusing(getattr(os, name), lambda *_: True))
+
+    return {"losses": run(argv, Callbacks(step=after)).losses, "open": "refusing" in os.open.__qualname__}
+
+
+def test_read_only_under_way(tmp_path, expected):
+    out = tmp_path / "out"
+    (found,) = run_forked(1, forget_read_only, flags(STEPS, probe_file(tmp_path), out), str(out))
+    assert found["losses"] == expected["losses"] and found["open"]
+    whole(out)
+    summary = summarise(open_run(out))
+    assert summary.steps == [0, 1, 2, 3]
+    # Events and ledgers are on the same disk: what is left says that it is not all.
+    assert any("without closing the run" in text or "fault" in text for text in summary.warnings), summary.warnings
+
+
+def forget_read_only(argv, out):
+    # The result of the rank is a file as well.
+    kept = {name: getattr(os, name) for name in ("open", "mkdir", "rename", "replace", "link")}
+    try:
+        return train_on_a_disk_that_turns_read_only(argv, out)
+    finally:
+        for name, call in kept.items():
+            setattr(os, name, call)
+
+
 def train_with_a_writer_that_is_too_slow(argv, how):
     """A disk that takes a file only when training cannot go on without: no disk is slower. The amounts that waited.
 

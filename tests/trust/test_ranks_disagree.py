@@ -112,11 +112,15 @@ def test_an_elastic_restart_does_not_die_of_its_first_record(tmp_path):
     config = probe_file(tmp_path)
     run_forked(1, train_quietly, flags(1, config, tmp_path / "out"))
     before = files(tmp_path / "out")
-    for restarts, strict, code in ((0, False, 2), (1, False, None), (1, True, 2)):
-        (found,) = run_forked(1, attach_after_a_restart, str(config), str(tmp_path / "out"), restarts, strict)
-        assert found["code"] == code
-        assert "already holds a run" in found["stderr"]
-        assert ("training goes on unobserved" in found["stderr"]) == (code is None)
+    # The last two with a world that has grown.
+    cases = ((0, False, 2, 1), (1, False, None, 1), (1, True, 2, 1), (1, False, None, 2), (1, True, 2, 2))
+    for restarts, strict, code, world in cases:
+        found = run_forked(
+            world, attach_after_a_restart, str(config), str(tmp_path / "out"), restarts, strict, timeout=60
+        )
+        assert [each["code"] for each in found] == [code] * world
+        assert "already holds a run" in found[0]["stderr"]
+        assert ("training goes on unobserved" in found[0]["stderr"]) == (code is None)
     assert files(tmp_path / "out") == before
 
 

@@ -105,3 +105,67 @@ def test_names_with_terminal_escapes_do_not_reach_the_terminal(good_run, tmp_pat
         assert "\x1b" not in out
         assert "\x07" not in out
         assert "\r" not in out
+
+
+EVIL = ("../../../up", "/etc/passwd", "a\0b", "x" * 4096, "</script><script>alert(1)", "=cmd()", "\x1b]0;owned\x07")
+
+
+@pytest.fixture(scope="module")
+def evil_run(good_run, tmp_path_factory):
+    """A run in which every name, path and class is one that wants to be something else."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    copy = tmp_path_factory.mktemp("evil") / "run"
+    shutil.copytree(good_run, copy)
+    for path in copy.rglob("*.parquet"):
+        table = pq.read_table(path)
+        for column in ("name", "path", "op"):
+            names = pa.array([EVIL[i % len(EVIL)] + str(i // len(EVIL)) for i in range(table.num_rows)], pa.string())
+            place = table.schema.get_field_index(column)
+            table = table.set_column(place, column, names.cast(table.schema.field(place).type))
+        pq.write_table(table, path)
+    return copy
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: f"{words[0]}-{words[-3] if 'export' in words else ''}")
+def test_names_that_want_to_be_paths_scripts_or_formulas(good_run, evil_run, tmp_path, capsys, monkeypatch, command):
+    """Whatever a row is called, files are written below what was asked for, and no reader of them is steered."""
+    out = tmp_path / "deep/er/out"
+    out.parent.mkdir(parents=True)
+    monkeypatch.chdir(out.parent)
+    before = contents(evil_run)
+    words = command if len(command) > 1 else [*command, "RUN"]
+    places = {"GOOD": str(good_run), "RUN": str(evil_run), "OUT": str(out), "OUT.html": f"{out}.html"}
+    code = main([places.get(word, word) for word in words])
+    printed = capsys.readouterr()
+    print("CODE", words, code, printed.err[:300])
+    assert not any(steering in printed.out + printed.err for steering in ("\x1b]0;", "\x07", "\0"))
+    assert set(contents(evil_run)) - set(before) <= {"control.json"}
+    assert {path.name for path in tmp_path.rglob("*")} & {"up", "up0", "passwd", "passwd0"} == set()
+    assert {path.name for path in out.parent.iterdir()} <= {out.name, f"{out.name}.html"}
+    (evil_run / "control.json").unlink(missing_ok=True)
+    for path in tmp_path.rglob("*"):
+        if path.suffix == ".html":
+            assert "</script><script>alert" not in path.read_text()
+        if path.suffix == ".csv":
+            cells = path.read_text().replace("\n", ",").split(",")
+            assert not any(cell.strip('"').startswith("=cmd") for cell in cells)
+
+
+def test_archives_are_not_unpacked(tmp_path, capsys):
+    """A run or a dump in an archive is not looked into, whatever its members are called."""
+    import tarfile
+    import zipfile
+
+    (tmp_path / "note").write_text("x")
+    with tarfile.open(tmp_path / "run.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "note", "../../outside")
+    with zipfile.ZipFile(tmp_path / "run.zip", "w") as archive:
+        archive.writestr("../../outside", "x")
+    before = contents(tmp_path)
+    for name in ("run.tar.gz", "run.zip"):
+        for words in (["summary"], ["diagnose"], ["import", "--out", str(tmp_path / "out")], ["report"]):
+            assert main([words[0], str(tmp_path / name), *words[1:]]) == 2
+            assert capsys.readouterr().err.startswith("msprobe-megatron: ")
+    assert contents(tmp_path) == before and not (tmp_path.parent.parent / "outside").exists()

@@ -19,9 +19,19 @@ from msprobe_megatron.record.schema import Row
 
 ENOUGH = 8
 """Steps of a series that must have been seen before it is judged against them."""
+# By which factor more a figure must be off: chosen by `python -m tests.alerts.evaluate`, see docs/monitor.md.
 _SPIKE, _SPIKE_OF_LOSS, _VANISH = 2.0, 0.25, 1e-3
+# Clean jobs of little models have it up to 2.6 times the median, but within three deviations.
+_SPIKE_OF_GRAD_NORM = 1.0
+# A module of few features may give a third of what it gave while it learns.
+_SPIKE_OF_ACTIVATION = 3.0
 # What is left of a gradient that is zero but for rounding is made as large as all others by Adam, or nearly so.
-_SPIKE_OF_UPDATE = 9.0
+_SPIKE_OF_UPDATE = 6.0
+# Clipping makes one gradient smaller because others have grown.
+_SPIKE_OF_CLIPPED = 9.0
+_SPIKES = {"activation": _SPIKE_OF_ACTIVATION, "update": _SPIKE_OF_UPDATE, "grad_clipped": _SPIKE_OF_CLIPPED}
+# There is one loss and one norm of all gradients, and thousands of tensors to be wrong about.
+_OF_THE_WHOLE_JOB = 0.4
 # Which tokens a router sends where changes from step to step, and with it what experts and the router itself learn.
 _SPIKE_OF_ROUTED = 29.0
 _ROUTED = re.compile(r"(?:^|\.)(?:router|(?:local_)?experts)(?:\.|$)")
@@ -131,20 +141,20 @@ class Spike(Rule):
     def __init__(self, alert: Alert, history: Steps) -> None:
         super().__init__(alert)
         self._history = history
-        self._known: tuple[Sequence[Row], Floats] | None = None
+        self._known: tuple[Sequence[Row], Floats, Floats] | None = None
 
     def judge(self, step: Step) -> list[Hit]:
         """Every row whose size is further from the median, on the scale of logarithms, than both bounds."""
         columns = step.columns
         chosen = np.flatnonzero(step.chosen & columns.floating & ~np.isin(columns["name"], _SETTINGS))
-        logs, ratios = columns.sizes, self._ratios(columns.seen.rows)
+        logs, (ratios, shares) = columns.sizes, self._bounds(columns.seen.rows)
         low, high = self._history.bounds(step.series[chosen])
         with np.errstate(invalid="ignore"):
             far = np.maximum(np.abs(logs[chosen] - low), np.abs(logs[chosen] - high)) > ratios[chosen]
             chosen = chosen[far & np.isfinite(logs[chosen])]
             usual, logs = self._history.usual(step.series[chosen]), logs[chosen]
             # Of few steps the deviation is itself uncertain, and there are thousands of series to be wrong about.
-            deviations = self.alert.deviations * (1 + 2 * ENOUGH / np.maximum(usual.steps, 1))
+            deviations = self.alert.deviations * shares[chosen] * (1 + 2 * ENOUGH / np.maximum(usual.steps, 1))
             bound = np.maximum(ratios[chosen], deviations * usual.deviation)
             # Of one microbatch a rank may see little: targets that are all in another rank's part of the vocabulary.
             lower = self._one_sided(columns, chosen) & (logs < usual.median)
@@ -158,13 +168,14 @@ class Spike(Rule):
         single = (kind == "gradient") | ((kind == "grad_unreduced") & (path == "microbatch"))
         return np.asarray(single & (self.alert.threshold is None), bool)
 
-    def _ratios(self, rows: Sequence[Row]) -> Floats:
-        """How far is far for each row, as a logarithm; the same for all of them where the probe file says it."""
+    def _bounds(self, rows: Sequence[Row]) -> tuple[Floats, Floats]:
+        """How far is far for each row, as a logarithm; by what share of `deviations` it must be off besides."""
         if self._known is None or self._known[0] is not rows:
             asked = self.alert.threshold
             ratios = [asked if asked is not None else _usual_ratio(row) for row in rows]
-            self._known = (rows, np.log1p(np.array(ratios, np.float64)))
-        return self._known[1]
+            shares = [_OF_THE_WHOLE_JOB if row.kind == "loss" else 1.0 for row in rows]
+            self._known = (rows, np.log1p(np.array(ratios, np.float64)), np.array(shares, np.float64))
+        return self._known[1], self._known[2]
 
 
 class Vanish(Rule):
@@ -261,11 +272,11 @@ def make_rule(alert: Alert, histories: dict[int, Steps]) -> Rule:
 
 def _usual_ratio(row: Row) -> float:
     """By how much a row must be off to be a spike; a loss need not double to be a bad sign."""
-    if row.kind == "loss" and row.name != "grad_norm":
-        return _SPIKE_OF_LOSS
+    if row.kind == "loss":
+        return _SPIKE_OF_GRAD_NORM if row.name == "grad_norm" else _SPIKE_OF_LOSS
     if row.kind in (*_GRADIENTS, "update") and _ROUTED.search(row.name):
         return _SPIKE_OF_ROUTED
-    return _SPIKE_OF_UPDATE if row.kind == "update" else _SPIKE
+    return _SPIKES.get(row.kind, _SPIKE)
 
 
 def _enough(history: Steps) -> int:

@@ -127,6 +127,7 @@ class BackwardExaminer:
                 self._asked.ulps,
                 "backward",
                 self._examiner.whole_again(waiting.name),
+                lambda x: self._examiner.number(waiting.where, x, class_of(waiting.api)),
                 forward=self._forward(waiting),
             )
             check = _EXACT.get(self._asked.mode) if self._examiner.profile == "ulp" else None

@@ -96,9 +96,7 @@ def _exact(case: Case, part: Sample, line: torch.Tensor, change: twins.Change) -
 
 def ulp_noise(case: Case, line: torch.Tensor) -> None:
     """The first input moved in its last places; how far that moves the result."""
-    args, kwargs, moved = _first_changed(
-        case.args, case.kwargs, lambda x: noise.add_ulps(x, case.ulps, case.numbering(x))
-    )
+    args, kwargs, moved = _first_changed(case, lambda x: noise.add_ulps(x, case.ulps, case.numbering(x)))
     if moved is None:
         return
     sizes = torch.empty(pair.COUNT, dtype=line.dtype, device=line.device)
@@ -155,7 +153,7 @@ def _changed(mode: str, case: Case) -> tuple[tuple[Any, ...], dict[str, Any]] | 
         lower = twins.has_lower((case.args, case.kwargs))
         return twins.dtypes_asked(case.args, case.kwargs, twins.single) if lower else None
     change = {"add_noise": noise.add_noise, "bit_noise": noise.flip_last_bit, "change_value": noise.swap_ends}[mode]
-    args, kwargs, moved = _first_changed(case.args, case.kwargs, change)
+    args, kwargs, moved = _first_changed(case, change)
     return None if moved is None else (args, kwargs)
 
 
@@ -189,13 +187,15 @@ def against_host(live: torch.Tensor, golden: torch.Tensor, line: torch.Tensor) -
 
 
 def _first_changed(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor | None]
+    case: Case, change: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[torch.Tensor, torch.Tensor] | None]:
-    """Arguments with the first floating tensor changed, and that tensor before and after."""
+    """Arguments with the first floating tensor changed that is read, and that tensor before and after."""
+    args, kwargs = case.args, case.kwargs
     moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    ignored = _ignored(*args[:2]) if case.stage == "backward" and case.forward is not None else _ignored(args, kwargs)
 
     def first(x: torch.Tensor) -> torch.Tensor:
-        if moved or not x.is_floating_point():
+        if moved or x is ignored or not x.is_floating_point():
             return x
         y = change(x)
         if y is None:
@@ -206,6 +206,11 @@ def _first_changed(
     return twins.convert(args, first), twins.convert(kwargs, first), moved[0] if moved else None
 
 
+def _ignored(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `baddbmm` is given to add, times a beta of 0: memory that nobody has written to, as attention has it."""
+    return args[0] if args and kwargs.get("beta") == 0 else None
+
+
 def input_sum(case: Case, line: torch.Tensor) -> None:
     """One number that is not finite if any input has an element that is not; only asked where the result has NaN.
 
@@ -214,8 +219,9 @@ def input_sum(case: Case, line: torch.Tensor) -> None:
     if line.is_cpu and not line[_NAN] > 0:
         return
     total: Any = 0.0
+    ignored = _ignored(case.args, case.kwargs)
     for value in (*case.args, *case.kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
+        if isinstance(value, torch.Tensor) and value is not ignored and value.is_floating_point():
             total = total + value.detach().sum(dtype=torch.float32)
     line[_SUM] = total
 

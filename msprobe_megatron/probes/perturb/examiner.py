@@ -54,8 +54,8 @@ class Examiner:
         self.observe: Callable[[str, Any, str, tuple[Any, ...], dict[str, Any], Any], None] | None = None
         self.constants: Callable[[str, str, tuple[Any, ...], dict[str, Any]], None] | None = None
         self.watch_gradients: Callable[..., None] | None = None
-        self.number: Callable[[str, torch.Tensor], Numbering | None] = lambda module, x: None
-        """Which elements of the whole a tensor holds that lies over ranks as the first input of a module does."""
+        self.number: Callable[[Any, torch.Tensor, str], Numbering | None] = lambda where, x, kind: None
+        """Which elements of the whole a tensor holds that a call of this class is given in a pass of a module."""
         self.makers: set[str] = set()
         """Modules that have made a call that is meant."""
         self.most = 1 << 17
@@ -154,13 +154,9 @@ class Examiner:
         for path, live, pick in outputs(result):
             case = Case(
                 api, class_of(api), args, kwargs, live, pick, run, self.asked.rows, self.asked.ulps, self.asked.stage,
-                again=self.whole_again(name), numbering=lambda x: self._numbered(where, x),
+                again=self.whole_again(name), numbering=lambda x: self.number(where, x, class_of(api)),
             )  # fmt: skip
             self.examine(case, name, in_step, where, path)
-
-    def _numbered(self, where: Any, x: torch.Tensor) -> Numbering | None:
-        """Only noise asks: a tensor of another shape gets that of its own index, which is noise too."""
-        return self.number(where.module, x) if where.shape == x.shape else None
 
     def examine(
         self, case: Case, name: str, in_step: int, where: Any, path: str, check: checks.Check | None = None

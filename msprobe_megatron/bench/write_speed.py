@@ -1,0 +1,145 @@
+"""How fast whole tensors come onto the disk: the kit's writer over a plain one, and where its time goes.
+
+A row of the bench `volume`. What is measured is the path of the task `tensor`: copies into packs by the thread that
+trains, packs into files by the writer thread, synced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+_SPEED_BYTES, _SPEED_TENSOR = 384 << 20, 4 << 20
+
+
+def speeds(out: Path, turns: int) -> dict[str, Any]:
+    """The kit's writer and a plain sequential one on the same disk, taking turns: bytes a second, medians.
+
+    Example: ``speeds(Path("bench_out"), turns=5)["share"]``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = _tensors()
+    times: dict[str, list[float]] = {"ours": [], "plain": [], "held up": []}
+    for turn in range(turns):
+        with tempfile.TemporaryDirectory(prefix="msprobe_speed_", dir=out) as folder:
+            times["plain"].append(_plain(tensors, Path(folder) / "plain.bin"))
+        with tempfile.TemporaryDirectory(prefix="msprobe_speed_", dir=out) as folder:
+            ours, held = _ours(tensors, Path(folder) / "run", turn)
+            times["ours"].append(ours)
+            times["held up"].append(held)
+    ours, plain, held = (statistics.median(times[name]) for name in ("ours", "plain", "held up"))
+    return {
+        "bytes": _SPEED_BYTES,
+        "share": plain / ours,
+        "ours_bytes_s": _SPEED_BYTES / ours,
+        "plain_bytes_s": _SPEED_BYTES / plain,
+        "training_thread_s": held,
+    }
+
+
+def why_slow(out: Path) -> str:
+    """Where the time goes, by thread and by stage, beside that of the plain writer: one turn of each, in words.
+
+    Example: ``why_slow(Path("bench_out"))``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    seconds: dict[str, float] = defaultdict(float)
+    tensors = _tensors()
+    with tempfile.TemporaryDirectory(prefix="msprobe_speed_", dir=out) as folder, _watched_sync(seconds, "plain sync"):
+        plain = _plain(tensors, Path(folder) / "plain.bin")
+    with tempfile.TemporaryDirectory(prefix="msprobe_speed_", dir=out) as folder, _watched(seconds):
+        ours, held = _ours(tensors, Path(folder) / "run", 0)
+    rest = seconds["write"] - seconds["fill"] - seconds["sync"]
+    training = {"copies": held - seconds["submit"], "waits for room": seconds["submit"]}
+    writer = {"writes": seconds["fill"], "syncs": seconds["sync"], "opens and renames": rest}
+    writer["waits for packs"] = ours - seconds["write"]
+    shares = [", ".join(f"{word} {part / ours:.0%}" for word, part in of.items()) for of in (training, writer)]
+    return (
+        f"of {ours:.2f} s the thread that trains {shares[0]}; the writer thread {shares[1]};"
+        f" the plain writer takes {plain:.2f} s, its sync {seconds['plain sync'] / plain:.0%} of them"
+    )
+
+
+def _tensors() -> list[Any]:
+    import torch
+
+    return [torch.full((_SPEED_TENSOR // 4,), float(n)) for n in range(_SPEED_BYTES // _SPEED_TENSOR)]
+
+
+@contextlib.contextmanager
+def _watched(seconds: dict[str, float]) -> Iterator[None]:
+    """Adds up the seconds of each stage of the kit's way to the disk."""
+    from msprobe_megatron.record.tensors import TensorPack
+    from msprobe_megatron.record.writer import Writer
+
+    with (
+        mock.patch.object(Writer, "submit", _timed(Writer.submit, seconds, "submit")),
+        mock.patch.object(TensorPack, "write", _timed(TensorPack.write, seconds, "write")),
+        mock.patch.object(TensorPack, "fill", _timed(TensorPack.fill, seconds, "fill")),
+        _watched_sync(seconds, "sync"),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _watched_sync(seconds: dict[str, float], name: str) -> Iterator[None]:
+    with (
+        mock.patch.object(os, "fsync", _timed(os.fsync, seconds, name)),
+        mock.patch.object(os, "fdatasync", _timed(getattr(os, "fdatasync", os.fsync), seconds, name), create=True),
+    ):
+        yield
+
+
+def _timed(function: Callable[..., Any], seconds: dict[str, float], name: str) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds[name] += time.perf_counter() - began
+
+    return timed
+
+
+def _plain(tensors: list[Any], path: Path) -> float:
+    began = time.perf_counter()
+    with path.open("wb") as file:
+        for tensor in tensors:
+            file.write(tensor.numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    return time.perf_counter() - began
+
+
+def _ours(tensors: list[Any], path: Path, step: int) -> tuple[float, float]:
+    """Seconds until all is on the disk, and seconds in which the thread that trains could not train."""
+    from msprobe_megatron import backends
+    from msprobe_megatron.record.directory import RunDirectory
+    from msprobe_megatron.record.schema import IDENTITY_COLUMNS
+    from msprobe_megatron.record.tensors import TensorPacks
+    from msprobe_megatron.record.writer import Writer
+
+    faults: list[BaseException] = []
+    directory = RunDirectory.create(path)
+    writer = Writer(directory, dict.fromkeys(IDENTITY_COLUMNS, 0), 4 * _SPEED_BYTES, faults.append)
+    packs = TensorPacks(backends.select().to_host, writer.submit)
+    began = time.perf_counter()
+    for tensor in tensors:
+        packs.add(step, tensor)
+    packs.finish()
+    held = time.perf_counter() - began
+    writer.flush()
+    took = time.perf_counter() - began
+    writer.close()
+    directory.close()
+    if faults:
+        raise faults[0]
+    return took, held

@@ -1,0 +1,115 @@
+"""How tensors that a module of Megatron computes inside of itself lie over ranks.
+
+Inputs and outputs of modules are the business of `activations`; between them stand a bias that is added, heads that
+are turned by their position, the scores of attention. Their dimensions are told by the sizes that the module was built
+with, in the shorthand of `activations`, never by values; where two readings are possible, or none, the answer is None.
+Perturb asks, so that an element gets the same noise however the model is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msprobe_megatron.topology.activations import ChunkLayout, activation_spec, spec_of_words
+from msprobe_megatron.topology.index_map import Numbering, index_map
+from msprobe_megatron.topology.names import NamedModule
+from msprobe_megatron.topology.shards import ShardSpec
+
+Place = Callable[[str], int]
+_TOKENS, _HEADS, _BATCHES = 3, 4, 3
+
+
+def inner_numbering(
+    entry: NamedModule, shape: Sequence[int], layout: ChunkLayout, rank: Place, size: Place, *, factor: bool = False
+) -> Numbering | None:
+    """Numbers that the elements of a tensor of local ``shape``, which ``entry`` computes with, have in the whole one.
+
+    None where they are not known. ``factor`` says that it is the first factor of a product: of a linear layer that is
+    its input, not its output.
+
+    Example::
+
+        inner_numbering(mlp, (16, 2, 32), layout, where.of, where.size)      # an activation function: columns are cut
+    """
+    kinds = {cls.__name__ for cls in type(entry.module).__mro__}
+    if "DotProductAttention" in kinds and len(shape) == _BATCHES:
+        return _of_heads_in_batches(entry.module, shape, layout, rank, size)
+    if any(kind.endswith(("ColumnParallelLinear", "RowParallelLinear")) for kind in kinds):
+        spec = _of_linear(entry, kinds, shape, layout, factor)
+    else:
+        words = _words(entry, kinds, shape, size)
+        spec = None if words is None else spec_of_words(words, layout)
+    return None if spec is None else index_map(spec.only(lambda axis: size(axis) > 1), tuple(shape), rank, size)
+
+
+def _of_linear(
+    entry: NamedModule, kinds: set[str], shape: Sequence[int], layout: ChunkLayout, factor: bool
+) -> ShardSpec | None:
+    module, last = entry.module, shape[-1] if shape else 0
+    if not factor:
+        outputs = getattr(module, "output_size_per_partition", None) or getattr(module, "output_size", None)
+        return activation_spec(entry, "output", "0", len(shape), layout) if last == outputs else None
+    column = any(kind.endswith("ColumnParallelLinear") for kind in kinds)
+    if column and layout.sequence_parallel and len(shape) == _TOKENS and last == getattr(module, "input_size", None):
+        return spec_of_words("s b h", layout)  # its input, after all ranks have gathered it
+    return None
+
+
+def _words(entry: NamedModule, kinds: set[str], shape: Sequence[int], size: Place) -> str | None:
+    module, last = entry.module, shape[-1] if shape else 0
+    if "Attention" in kinds:
+        return _of_heads(module, shape, size)
+    if len(shape) != _TOKENS:
+        return None
+    if "MLP" in kinds and ".experts." not in entry.name:
+        return _of_mlp(module, last)
+    if "GPTModel" in kinds:
+        vocabulary = getattr(getattr(module, "output_layer", None), "output_size_per_partition", None)
+        return "s b v/tp" if last == vocabulary else None
+    if last != getattr(getattr(module, "config", None), "hidden_size", None):
+        return None
+    return "S b h" if "TransformerLayer" in kinds else "b s h" if "LanguageModelEmbedding" in kinds else None
+
+
+def _of_mlp(module: Any, last: int) -> str | None:
+    """What the activation function is given, gate and value side by side, and what it gives."""
+    first = getattr(getattr(module, "linear_fc1", None), "output_size_per_partition", None)
+    second = getattr(getattr(module, "linear_fc2", None), "input_size_per_partition", None)
+    if last == second:
+        return "s b f/tp"
+    return "s b f/tp:gated" if last == first else None
+
+
+def _of_heads(module: Any, shape: Sequence[int], size: Place) -> str | None:
+    """Queries, keys and values: positions, samples, heads of this rank, and what is in a head."""
+    queries = getattr(module, "num_attention_heads_per_partition", None)
+    groups = getattr(module, "num_query_groups_per_partition", None)
+    if len(shape) != _HEADS or shape[2] not in (queries, groups):
+        return None
+    whole = getattr(getattr(module, "config", None), "num_query_groups", None)
+    # Fewer groups than ranks: some ranks share one.
+    if shape[2] == groups and groups != queries and (whole is None or groups * size("tp") != whole):
+        return None
+    # The table of rotations has one row a position, for all samples and heads.
+    return None if shape[1] == shape[2] == 1 else "s b n/tp d"
+
+
+def _of_heads_in_batches(
+    module: Any, shape: Sequence[int], layout: ChunkLayout, rank: Place, size: Place
+) -> Numbering | None:
+    """Scores of attention as products of matrices see them: samples and heads are one dimension, heads are cut."""
+    heads = getattr(module, "num_attention_heads_per_partition", None)
+    if not heads or shape[0] % heads:
+        return None
+    spec = spec_of_words("b n/tp s k", layout).only(lambda axis: size(axis) > 1)
+    found = index_map(spec, (shape[0] // heads, heads, *shape[1:]), rank, size)
+    if found is None:
+        return None
+    (over, _), (step, held), *rest = found
+    merged = tuple(
+        (sample * heads + first, count, sample * over + offset)
+        for sample in range(shape[0] // heads)
+        for first, count, offset in held
+    )
+    return ((step, merged), *rest)
