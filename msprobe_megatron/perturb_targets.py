@@ -151,7 +151,7 @@ class ModuleTargets:
         if known is None:
             return None
         of, size = self._job.where.of, self._job.where.size
-        factor = kind == "gemm" and where.phase != "backward"
+        factor = "" if kind != "gemm" else "backward" if where.phase == "backward" else "forward"
         found = inner_numbering(known[0], tuple(x.shape), known[1], of, size, factor=factor)
         # What has the shape of the module's first input lies as that does.
         return self._numberings[where.module](x) if found is None and where.shape == x.shape else found

@@ -47,6 +47,7 @@ class Host:
 
 
 _FRAMEWORKS, _OVERLAYS = "tests/integrations/test_frameworks.py", "tests/recipes/test_overlays.py"
+_BOTH = (_FRAMEWORKS, "tests/hosts/test_installed_frameworks.py", "-k")
 HOSTS = {
     "megatron-lm": Host(
         "Megatron-LM",
@@ -77,14 +78,14 @@ HOSTS = {
     ),
     "mindspeed-llm": Host(
         "MindSpeed-LLM",
-        "modellink.md",
+        "mindspeed_llm.md",
         ("tests/hosts/test_mindspeed_llm.py",),
         {"recipes, stub launcher": "test_an_unedited_recipe", "training on CPU": "test_training"},
         variable="MINDSPEED_LLM_PATH",
     ),
     "mindspeed": Host(
         "MindSpeed",
-        "modellink.md",
+        "mindspeed_llm.md",
         ("tests/hosts/test_patch_managers.py::test_mindspeeds_own",),
         {"its patch manager, both orders": "test_mindspeeds_own"},
         variable="MINDSPEED_PATH",
@@ -105,17 +106,38 @@ HOSTS = {
     ),
     "lightning": Host(
         "Lightning",
-        "frameworks.md",
+        "lightning.md",
         (_FRAMEWORKS, "-k", "lightning"),
         {"stand-in": "test_lightning_stand_in", "its Trainer": "test_lightning_itself"},
         package="lightning",
     ),
     "megatron-bridge": Host(
-        "Megatron-Bridge", "frameworks.md", (_FRAMEWORKS, "-k", "bridge"), {"stand-in": "test_callbacks_use"}
+        "Megatron-Bridge",
+        "megatron_bridge.md",
+        (*_BOTH, "bridge"),
+        {"stand-in": "test_callbacks_use", "its callback manager": "test_megatron_bridge_itself"},
+        package="megatron-bridge",
     ),
-    "ms-swift": Host("ms-swift", "frameworks.md", (_FRAMEWORKS, "-k", "swift"), {"stand-in": "test_callbacks_use"}),
-    "slime": Host("slime", "frameworks.md", (_FRAMEWORKS, "-k", "slime"), {"stand-in": "test_slime"}),
-    "verl": Host("verl", "frameworks.md", (_FRAMEWORKS, "-k", "verl"), {"stand-in": "test_verl"}),
+    "ms-swift": Host(
+        "ms-swift",
+        "ms_swift.md",
+        (*_BOTH, "swift"),
+        {"stand-in": "test_callbacks_use", "its callback class": "test_ms_swift_itself"},
+        package="ms-swift",
+    ),
+    "slime": Host(
+        "slime",
+        "slime.md",
+        (*_BOTH, "slime"),
+        {"stand-in": "test_slime", "its source": "test_slime_itself"},
+    ),
+    "verl": Host(
+        "verl",
+        "verl.md",
+        (*_BOTH, "verl"),
+        {"stand-in": "test_verl", "its engine class": "test_verl_itself"},
+        package="verl",
+    ),
 }
 WHEELS = Host("megatron-core", "megatron_lm.md", (), {})
 TITLES = ["Megatron-LM", WHEELS.title, *(host.title for host in HOSTS.values() if host.title != "Megatron-LM")]
@@ -215,6 +237,9 @@ def rows_in(page: str) -> list[str]:
 def merged(page: str, rows: Iterable[str]) -> str:
     """The page with these rows in place of those of the same host and release; the others stay, in order."""
     known = {tuple(cells_of(row)[:2]): row for row in (*rows_in(page), *rows)}
+    # A host that was tried itself needs no row of its stand-in alone.
+    itself = {title for title, release in known if release != Host.without}
+    known = {key: row for key, row in known.items() if key[1] != Host.without or key[0] not in itself}
     return between_marks(page, [_head(COLUMNS), *(known[key] for key in sorted(known, key=_order))])
 
 

@@ -89,7 +89,7 @@ def tensor_profile(workload: Workload, variant: Mapping[str, Any], line: Mapping
         print(tensor_profile(WORKLOADS["h64"], VARIANTS["L1"], result.as_dict(), Path("bench_out")))
     """
     kit, plain = (_tensors_at_peak(workload, one, out / _folder("tensors", line)) for one in (variant, None))
-    return f"{line['name']}: {tensors_text(kit, plain)}."
+    return f"{line['name']}: {tensors_text(kit, plain, line.get('extra_bytes'))}."
 
 
 def _tensors_at_peak(workload: Workload, variant: Mapping[str, Any] | None, out: Path) -> Peak:

@@ -97,17 +97,26 @@ def beyond(kit: Peak, plain: Peak) -> list[tuple[str, Held]]:
     return sorted(((maker, held) for maker, held in more.items() if held.bytes > 0), key=lambda item: -item[1].bytes)
 
 
-def tensors_text(kit: Peak, plain: Peak) -> str:
-    """Both peaks and what makes the difference, in words.
+def tensors_text(kit: Peak, plain: Peak, measured: int | None = None) -> str:
+    """Both peaks and what makes the difference, in words; ``measured`` is what the process was seen to need more.
 
-    Example: ``tensors_text(with_kit.at_peak, without.at_peak)``.
+    Example: ``tensors_text(with_kit.at_peak, without.at_peak, line["extra_bytes"])``.
     """
-    both = [sum(held.bytes for held in peak.values()) / 2**20 for peak in (kit, plain)]
+    both = [sum(held.bytes for held in peak.values()) for peak in (kit, plain)]
     more = beyond(kit, plain)
-    listed = [f"`{maker}` {held.bytes / 2**20:.1f} MiB in {held.count}" for maker, held in more[:_LINES]]
-    rest = sum(held.bytes for _, held in more[_LINES:]) / 2**20
-    listed += [f"{len(more) - _LINES} others {rest:.1f} MiB"] if len(more) > _LINES else []
-    return (
-        f"tensors alive at the peak are {both[0]:.1f} MiB, of plain training {both[1]:.1f} MiB"
-        f"{'; beyond those of plain training ' if listed else ''}{', '.join(listed)}"
-    )
+    listed = [f"`{maker}` {_mebibytes(held.bytes)} in {held.count}" for maker, held in more[:_LINES]]
+    if len(more) > _LINES:
+        listed.append(f"{len(more) - _LINES} others {_mebibytes(sum(held.bytes for _, held in more[_LINES:]))}")
+    text = f"tensors alive at the peak are {_mebibytes(both[0])}, of plain training {_mebibytes(both[1])}"
+    text += f"; beyond those of plain training {', '.join(listed)}" if listed else ""
+    rest = (measured or 0) - (both[0] - both[1])
+    if measured and rest > 0:
+        text += (
+            f"; the other {_mebibytes(rest)} of the {_mebibytes(measured)} measured are no tensor that is alive: freed"
+            " memory that the heap keeps, copies in the writer's queue, other libraries"
+        )
+    return text
+
+
+def _mebibytes(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB"

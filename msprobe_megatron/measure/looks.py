@@ -7,7 +7,7 @@ neither of them. What the call does not take goes the way through Python, which 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -15,7 +15,9 @@ from msprobe_megatron import native
 from msprobe_megatron.measure.measurer import Measurer
 from msprobe_megatron.native.looking import NO_ROOM, NOT_MINE
 
-__all__ = ["NOT_MINE", "NO_ROOM", "Look", "looks"]
+__all__ = ["NOT_MINE", "NO_ROOM", "Look", "WriteRow", "looks", "row_writer"]
+
+WriteRow = Callable[[Any, torch.Tensor, int | None, str], "tuple[Any, ...] | bool | None"]
 
 
 class Look(Protocol):
@@ -54,3 +56,18 @@ def looks(measurer: Measurer, take: Callable[[], int]) -> Callable[[], Look] | N
     # The tables of values of 8-bit dtypes lie in `compiled`, which must live as long as what reads them.
     eye = module.Eye(take, measurer.addresses, *native.kernel_addresses(), *kinds, samples, compiled)
     return lambda: module.Look(eye)
+
+
+def row_writer(look: Look, weights: Look, clock: Any, dtypes: dict[torch.dtype, str]) -> WriteRow:
+    """What writes the row of a tensor in one compiled call: looks at it, and numbers it by ``clock.seq``.
+
+    Gives the cells of a `Sighting`, False without a free slot, and None for what has to be seen in Python: a tensor that
+    the look does not take, or a shape or a dtype that the place and ``dtypes`` do not know yet.
+
+    Example::
+
+        write = row_writer(new(), new(), clock, {torch.float32: "float32"})
+        cells = write(place, tensor, 0, "forward")
+    """
+    write: WriteRow = native.look().Notes(look, weights, clock, dtypes).row  # type: ignore[union-attr]
+    return write

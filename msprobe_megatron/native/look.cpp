@@ -185,6 +185,8 @@ PyObject* forget(Look* self, PyObject*) {
     Py_RETURN_NONE;
 }
 
+PyObject* storages(Look* self, PyObject*) { return PyLong_FromSize_t(self->memory->held.size()); }
+
 Py_ssize_t length(PyObject* self) { return (Py_ssize_t)((Look*)self)->memory->slots.size(); }
 
 int look_init(Look* self, PyObject* args, PyObject*) {
@@ -240,14 +242,102 @@ void eye_free(Eye* self) {
     Py_TYPE(self)->tp_free((PyObject*)self);
 }
 
+PyTypeObject look_type = {PyVarObject_HEAD_INIT(nullptr, 0)}, notes_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// Writes the row of a tensor: what DumpProbe.see does in Python, for places and dtypes that are known.
+struct Notes {
+    PyObject_HEAD
+    Look *look, *weights;
+    PyObject *clock, *dtypes, *names[5];
+};
+enum Name { SHAPE, LAYOUTS, DTYPE, SEQ, EXTRA };
+const char* const NAMES[] = {"shape", "layouts", "dtype", "seq", "extra"};
+
+// What a dictionary has for an attribute of something, borrowed; null without an error where it is not known.
+PyObject* looked_up(PyObject* dictionary, PyObject* of, PyObject* name) {
+    PyObject* key = PyObject_GetAttr(of, name);
+    if (!key) return nullptr;
+    PyObject* found = PyDict_Check(dictionary) ? PyDict_GetItemWithError(dictionary, key) : nullptr;
+    Py_DECREF(key);
+    return found;
+}
+
+PyObject* next_number(Notes* self) {
+    PyObject* now = PyObject_GetAttr(self->clock, self->names[SEQ]);
+    if (!now) return nullptr;
+    PyObject* next = PyLong_FromLong(PyLong_AsLong(now) + 1);
+    int failed = !next || PyErr_Occurred() || PyObject_SetAttr(self->clock, self->names[SEQ], next) < 0;
+    Py_XDECREF(next);
+    if (failed) Py_CLEAR(now);
+    return now;
+}
+
+// place, tensor, microbatch, phase: the cells of the row; False: no room; None: to be seen in Python.
+PyObject* row(Notes* self, PyObject* const* args, Py_ssize_t count) {
+    if (count != 4) return PyErr_Format(PyExc_TypeError, "row() takes place, tensor, microbatch, phase");
+    PyObject *place = args[0], *x = args[1];
+    bool weight = (PyObject*)Py_TYPE(x) == self->look->eye->parameter;
+    if (!weight && (PyObject*)Py_TYPE(x) != self->look->eye->tensor) Py_RETURN_NONE;
+    PyObject* layouts = PyObject_GetAttr(place, self->names[LAYOUTS]);
+    if (!layouts) return nullptr;
+    PyObject* layout = looked_up(layouts, x, self->names[SHAPE]);
+    Py_XINCREF(layout);
+    Py_DECREF(layouts);
+    PyObject* dtype = layout ? looked_up(self->dtypes, x, self->names[DTYPE]) : nullptr;
+    if (!dtype) {
+        Py_XDECREF(layout);
+        if (PyErr_Occurred()) return nullptr;
+        Py_RETURN_NONE;
+    }
+    Py_INCREF(dtype);
+    PyObject *slot = see(weight ? self->weights : self->look, x), *made = nullptr;
+    long taken = slot ? PyLong_AsLong(slot) : 0;
+    if (slot && taken >= 0) {
+        PyObject *seq = next_number(self), *extra = seq ? PyObject_GetAttr(place, self->names[EXTRA]) : nullptr;
+        if (extra) made = PyTuple_Pack(9, seq, args[2], args[3], place, layout, dtype, slot, extra, Py_None);
+        Py_XDECREF(seq);
+        Py_XDECREF(extra);
+    } else if (slot) {
+        made = taken == NO_ROOM ? Py_False : Py_None;
+        Py_INCREF(made);
+    }
+    for (PyObject* one : {slot, layout, dtype}) Py_XDECREF(one);
+    return made;
+}
+
+// The look at tensors, that at parameters, the clock, and the names of dtypes.
+int notes_init(Notes* self, PyObject* args, PyObject*) {
+    PyObject *look, *weights, *clock, *dtypes;
+    if (!PyArg_ParseTuple(args, "O!O!OO!", &look_type, &look, &look_type, &weights, &clock, &PyDict_Type, &dtypes))
+        return -1;
+    for (int n = 0; n < 5; n++)
+        if (!(self->names[n] = PyUnicode_InternFromString(NAMES[n]))) return -1;
+    for (PyObject* one : {look, weights, clock, dtypes}) Py_INCREF(one);
+    self->look = (Look*)look;
+    self->weights = (Look*)weights;
+    self->clock = clock;
+    self->dtypes = dtypes;
+    return 0;
+}
+
+void notes_free(Notes* self) {
+    for (PyObject* one : {(PyObject*)self->look, (PyObject*)self->weights, self->clock, self->dtypes}) Py_XDECREF(one);
+    for (PyObject* name : self->names) Py_XDECREF(name);
+    Py_TYPE(self)->tp_free((PyObject*)self);
+}
+
+PyMethodDef notes_methods[] = {
+    {"row", (PyCFunction)(void (*)(void))row, METH_FASTCALL, "Cells of a row; False: no room; None: not for us."},
+    {nullptr, nullptr, 0, nullptr},
+};
 PyMethodDef look_methods[] = {
     {"see", (PyCFunction)see, METH_O, "Slot of a tensor, measured now or before; -2: no room, -3: not for us."},
+    {"storages", (PyCFunction)storages, METH_NOARGS, "How many it has weak references to, freed ones among them."},
     {"forget_all", (PyCFunction)forget, METH_NOARGS, "Measure everything anew."},
     {nullptr, nullptr, 0, nullptr},
 };
 PySequenceMethods look_sequence = {length};
 PyTypeObject eye_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-PyTypeObject look_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "msprobe_look", nullptr, -1, nullptr};
 
 }  // namespace
@@ -267,12 +357,22 @@ PyMODINIT_FUNC PyInit_msprobe_look(void) {
     look_type.tp_dealloc = (destructor)look_free;
     look_type.tp_methods = look_methods;
     look_type.tp_as_sequence = &look_sequence;
-    if (PyType_Ready(&eye_type) < 0 || PyType_Ready(&look_type) < 0) return nullptr;
+    notes_type.tp_name = "msprobe_look.Notes";
+    notes_type.tp_basicsize = sizeof(Notes);
+    notes_type.tp_flags = Py_TPFLAGS_DEFAULT;
+    notes_type.tp_new = PyType_GenericNew;
+    notes_type.tp_init = (initproc)notes_init;
+    notes_type.tp_dealloc = (destructor)notes_free;
+    notes_type.tp_methods = notes_methods;
+    for (auto* type : {&eye_type, &look_type, &notes_type})
+        if (PyType_Ready(type) < 0) return nullptr;
     PyObject* module = PyModule_Create(&definition);
     if (!module) return nullptr;
     Py_INCREF(&eye_type);
     Py_INCREF(&look_type);
+    Py_INCREF(&notes_type);
     PyModule_AddObject(module, "Eye", (PyObject*)&eye_type);
     PyModule_AddObject(module, "Look", (PyObject*)&look_type);
+    PyModule_AddObject(module, "Notes", (PyObject*)&notes_type);
     return module;
 }

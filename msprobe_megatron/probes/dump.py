@@ -14,7 +14,7 @@ from torch import nn
 from msprobe_megatron.clock import Clock
 from msprobe_megatron.config import DumpConfig
 from msprobe_megatron.measure.hashes import HASHES
-from msprobe_megatron.measure.looks import NO_ROOM, NOT_MINE, Look, looks
+from msprobe_megatron.measure.looks import NO_ROOM, NOT_MINE, Look, WriteRow, looks, row_writer
 from msprobe_megatron.measure.measurer import Measurer
 from msprobe_megatron.measure.once import SeenTensors, key_of
 from msprobe_megatron.record.batches import SitesFile, StepBatch
@@ -37,7 +37,7 @@ def _not_mine(tensor: torch.Tensor) -> int:
 class _Page:
     """What one step fills. A new one for each, so that a thread that outlives a step writes to nobody's."""
 
-    __slots__ = ("add", "hashes", "look", "look_weights", "looks", "rows", "saved", "seen", "weights")
+    __slots__ = ("add", "hashes", "look", "look_weights", "looks", "rows", "saved", "seen", "weights", "write")
 
     def __init__(self, new_look: Callable[[], Look] | None = None) -> None:
         self.rows = Sightings()
@@ -48,6 +48,7 @@ class _Page:
         self.looks = (new_look(), new_look()) if new_look is not None else None
         self.look: Callable[[torch.Tensor], int] = self.looks[0].see if self.looks else _not_mine
         self.look_weights: Callable[[torch.Tensor], int] = self.looks[1].see if self.looks else _not_mine
+        self.write: WriteRow | None = None
         self.hashes: dict[int, str] = {}
         self.saved: dict[int | None, str] = {}
 
@@ -75,7 +76,6 @@ class DumpProbe:
         self._numbered = config.digest is True or config.sketch > 0
         self._measure = Measurer(slots, digest=config.digest is True, sketch=config.sketch)
         self._looks = looks(self._measure, slots.take)
-        self._page = _Page(self._looks)
         self._numberings: dict[int, tuple[Numbering | None, str | None, Layout]] = {}
         self._hash = HASHES.get(config.digest) if isinstance(config.digest, str) else None
         self._measures = config.task != "structure"
@@ -88,6 +88,7 @@ class DumpProbe:
         self._sites_file = SitesFile()
         self._records_file = RecordsFile()
         self._dtypes: dict[torch.dtype, str] = {}
+        self._page = self._new_page()
         self.matched: set[str] = set()
         self.fired: Counter[str] = Counter()
         self.unmeasured = 0
@@ -117,10 +118,21 @@ class DumpProbe:
 
     def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
         """Measure a tensor, unless it was measured a moment ago, and write its row."""
+        page = self._page
+        row = page.write(place, tensor, microbatch, phase) if page.write is not None else None
+        if row is None:
+            self._see(place, tensor, microbatch, phase, page)
+        elif row:
+            if page is self._page:
+                page.add(row)
+            else:
+                self._too_late(row[6])
+
+    def _see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str, page: _Page) -> None:
+        """The same in Python, which is needed where more than statistics is asked for."""
         chosen = self._microbatches
         if chosen is not None and microbatch is not None and microbatch not in chosen:
             return
-        page = self._page
         shape = tensor.shape
         layout = place.layouts.get(shape) or place.layout(shape)
         if self._plain:
@@ -138,10 +150,20 @@ class DumpProbe:
         dtype = tensor.dtype
         name = self._dtypes.get(dtype) or self._dtype_name(dtype)
         if page is not self._page:
-            self.late += 1  # a thread of the host went on while the step ended: nobody knows whose its slot is
-            self._slots.spoil(slot)
+            self._too_late(slot)
             return
         page.add((seq, microbatch, phase, place, layout, name, slot, extra, key))
+
+    def _too_late(self, slot: int) -> None:
+        """A thread of the host went on while the step ended: nobody knows whose its slot is."""
+        self.late += 1
+        self._slots.spoil(slot)
+
+    def _new_page(self) -> _Page:
+        page = _Page(self._looks)
+        if page.looks is not None and self._plain and self._microbatches is None:
+            page.write = row_writer(*page.looks, self._clock, self._dtypes)
+        return page
 
     def _in_full(
         self, place: Place, layout: Layout, tensor: torch.Tensor, page: _Page
@@ -232,7 +254,7 @@ class DumpProbe:
         # next, and no row of either may name it.
         page, self._page = self._page, (nobodys := _Page())
         slots = self._slots.seal()
-        self._page = _Page(self._looks)
+        self._page = self._new_page()
         self.late += len(nobodys.rows)
         for slot in nobodys.rows.column("slot"):
             self._slots.spoil(slot)

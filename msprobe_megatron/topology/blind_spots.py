@@ -22,6 +22,7 @@ class BlindSpot(NamedTuple):
 
 _FUSED = "the tensor-parallel exchange happens inside a fused operator; the layers' inputs and outputs are recorded"
 _PIECES = "layers run in pieces that bypass their forward; rows of the modules inside a layer are missing"
+_AWAY = "the trip to host memory is not seen; values are recorded before they leave"
 _GRAPH = "a captured graph is replayed without calling the modules; steps after the capture have no module rows"
 
 # Names as argparse stores them; MindSpeed, MindSpeed-LLM and ModelLink first, then Megatron's own.
@@ -30,6 +31,7 @@ BLIND_SPOTS = (
     BlindSpot("use_ascend_mc2", (), _FUSED),
     BlindSpot("use_ascend_coc", (), _FUSED),
     BlindSpot("moe_bmm_mc2", (), "the experts' exchange happens inside a fused operator"),
+    BlindSpot("moe_alltoall_mc2", (), "the experts' exchange happens inside a fused operator"),
     BlindSpot("moe_fb_overlap", (), _PIECES),
     BlindSpot("moe_alltoall_overlap_comm", (), "experts run inside one autograd function; their modules have no rows"),
     BlindSpot("moe_allgather_overlap_comm", (), "experts run inside one autograd function; their modules have no rows"),
@@ -39,7 +41,12 @@ BLIND_SPOTS = (
     BlindSpot("use_nanopipe", (), "weight gradients are computed apart from the backward; they appear when reduced"),
     BlindSpot("recompute_in_advance", (), "forwards repeated ahead of backward carry the running microbatch's number"),
     BlindSpot("recompute_in_bubble", (), "forwards repeated in a bubble carry the running microbatch's number"),
-    BlindSpot("swap_attention", (), "the trip to host memory is not seen; values are recorded before they leave"),
+    BlindSpot("swap_attention", (), _AWAY),
+    BlindSpot("smart_swap", (), _AWAY),
+    BlindSpot("adaptive_recompute_device_swap", (), _AWAY),
+    BlindSpot("mla_swap_core_attn_out", (), _AWAY),
+    BlindSpot("moe_unperm2_mem_optim_swap", (), _AWAY),
+    BlindSpot("use_nanopipe_swap", (), _AWAY),
     BlindSpot("swap_optimizer", (), "optimizer state that is on the host during the step is not recorded"),
     BlindSpot("reuse_fp32_param", (), "there is no separate fp32 copy of the weights to record"),
     BlindSpot("tp_2d", (), "weights are cut over two tensor-parallel axes; their rows are not merged"),

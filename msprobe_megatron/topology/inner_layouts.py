@@ -14,19 +14,19 @@ from typing import Any
 from msprobe_megatron.topology.activations import ChunkLayout, activation_spec, spec_of_words
 from msprobe_megatron.topology.index_map import Numbering, index_map
 from msprobe_megatron.topology.names import NamedModule
-from msprobe_megatron.topology.shards import ShardSpec
+from msprobe_megatron.topology.shards import Cut, Dim, ShardSpec
 
 Place = Callable[[str], int]
-_TOKENS, _HEADS, _BATCHES = 3, 4, 3
+_MATRIX, _TOKENS, _HEADS, _BATCHES = 2, 3, 4, 3
 
 
 def inner_numbering(
-    entry: NamedModule, shape: Sequence[int], layout: ChunkLayout, rank: Place, size: Place, *, factor: bool = False
+    entry: NamedModule, shape: Sequence[int], layout: ChunkLayout, rank: Place, size: Place, *, factor: str = ""
 ) -> Numbering | None:
     """Numbers that the elements of a tensor of local ``shape``, which ``entry`` computes with, have in the whole one.
 
-    None where they are not known. ``factor`` says that it is the first factor of a product: of a linear layer that is
-    its input, not its output.
+    None where they are not known. ``factor`` says that it is the first factor of a product, in "forward" or "backward":
+    of a linear layer that is its input, or the gradient of its output, and not its output.
 
     Example::
 
@@ -44,16 +44,22 @@ def inner_numbering(
 
 
 def _of_linear(
-    entry: NamedModule, kinds: set[str], shape: Sequence[int], layout: ChunkLayout, factor: bool
+    entry: NamedModule, kinds: set[str], shape: Sequence[int], layout: ChunkLayout, factor: str
 ) -> ShardSpec | None:
     module, last = entry.module, shape[-1] if shape else 0
-    if not factor:
-        outputs = getattr(module, "output_size_per_partition", None) or getattr(module, "output_size", None)
-        return activation_spec(entry, "output", "0", len(shape), layout) if last == outputs else None
     column = any(kind.endswith("ColumnParallelLinear") for kind in kinds)
-    if column and layout.sequence_parallel and len(shape) == _TOKENS and last == getattr(module, "input_size", None):
-        return spec_of_words("s b h", layout)  # its input, after all ranks have gathered it
-    return None
+    outputs = getattr(module, "output_size_per_partition", None) or getattr(module, "output_size", None)
+    side = getattr(module, "input_size", None) if factor == "forward" else outputs
+    if len(shape) == _MATRIX and factor != "forward" and shape[0] != shape[1] and side in shape:
+        # The gradient of the output as a matrix, of all positions and samples, or its transposed.
+        columns = activation_spec(entry, "output", "0", _TOKENS, layout).dims[-1]
+        tokens = Dim("s*b", (Cut("cp", layout.cp_order),))
+        return ShardSpec((columns, tokens) if shape[0] == side else (tokens, columns))
+    if last != side or len(shape) != _TOKENS:
+        return None
+    if factor == ("forward" if column else "backward") and layout.sequence_parallel:
+        return spec_of_words("s b h", layout)  # after all ranks have gathered it
+    return None if factor == "forward" else activation_spec(entry, "output", "0", len(shape), layout)
 
 
 def _words(entry: NamedModule, kinds: set[str], shape: Sequence[int], size: Place) -> str | None:

@@ -2,16 +2,21 @@
 
 import gc
 import json
+import re
 import sys
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from msprobe_megatron import attach, native
+from msprobe_megatron.bench import counts
 from msprobe_megatron.bench.counts import VARIANTS, Counting, hooks
+from msprobe_megatron.bench.profile import profiles
 from msprobe_megatron.config import Overrides, from_document
-from tests.bench.forks import bench
+from msprobe_megatron.probes.dump import DumpProbe
+from tests.bench.forks import bench, forked
 
 LAYERS, WIDTH = 6, 16
 # Modules that are called: six linears and the net. Each has an input, an output and a gradient of both; the net's input
@@ -133,3 +138,24 @@ def test_the_command_counts_the_same_for_megatron(tmp_path):
             assert (line["rows"], line["hooks"], line["operations"], line["allocations"]) == (0, 0, 0, 0)
         else:
             assert line["rows"] > 300
+
+
+def waiting(out):
+    """A variant of the dump that reads a number back for every tensor, and one as it is."""
+    see = DumpProbe.see
+
+    def reading(self, place, tensor, *args):
+        tensor.sum().item()
+        return see(self, place, tensor, *args)
+
+    line = {"name": "dump L0", "host_synchronisations": 99, "asked": {"host_synchronisations": 1}}
+    well = profiles(counts, [line], out)
+    with mock.patch.object(DumpProbe, "see", reading):
+        return [*well, *profiles(counts, [line], out / "again")]
+
+
+def test_who_waits_is_named(tmp_path):
+    well, badly = forked(waiting, tmp_path)
+    assert well.startswith("dump L0: waits and collectives of a step by who calls them: ")
+    assert "reading" not in well
+    assert re.search(r"reading → (_local_scalar_dense|item)` \d\d", badly), badly

@@ -65,3 +65,7 @@ def test_differences_in_words():
     assert text.startswith("tensors alive at the peak are 36.0 MiB, of plain training 22.0 MiB; beyond those of plain")
     assert "`a` 10.0 MiB in 1, `c0` 0.5 MiB in 1" in text and text.endswith("3 others 1.5 MiB") and "`b`" not in text
     assert tensors_text(plain, plain).endswith("of plain training 22.0 MiB")
+    assert "; the other 6.0 MiB of the 20.0 MiB measured are no tensor that is alive" in tensors_text(
+        kit, plain, 20 * MIB
+    )
+    assert tensors_text(kit, plain, 10 * MIB) == text

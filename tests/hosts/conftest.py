@@ -1,5 +1,6 @@
-"""Checkouts of real hosts, given by environment variables; the end of the test run says which were not there."""
+"""Real hosts: checkouts given by environment variables, packages if installed; the end says which were not there."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -14,6 +15,23 @@ VARIABLES = {
     "MODELLINK_PATH": "ModelLink's own recipes, started and trained",
     "MINDSPEED_LLM_PATH": "MindSpeed-LLM's own recipes, started and trained",
 }
+# Package -> what is not tested without it.
+FRAMEWORKS = {
+    "megatron.bridge": "Megatron-Bridge's own callback manager",
+    "swift": "ms-swift's own callbacks",
+    "verl": "verl's own Megatron engine",
+    "slime": "slime's own source",
+    "lightning": "Lightning's own Trainer",
+}
+
+
+def folder_of(package: str) -> Path | None:
+    """Where a package is installed; nothing of it is imported."""
+    try:
+        found = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        return None
+    return Path(found.origin).parent if found is not None and found.origin else None
 
 
 def checkout(variable: str, must_hold: str) -> Path:
@@ -41,3 +59,6 @@ def pytest_terminal_summary(terminalreporter):
     for variable, what in VARIABLES.items():
         if not os.environ.get(variable):
             terminalreporter.write_line(f"NOT TESTED: {what} (set {variable} to a checkout)", yellow=True)
+    for package, what in FRAMEWORKS.items():
+        if folder_of(package) is None:
+            terminalreporter.write_line(f"NOT TESTED: {what} ({package} is not installed)", yellow=True)

@@ -43,6 +43,14 @@ def test_the_readme_has_a_row_for_each_host_with_the_sum_of_its_tests():
     assert host_table.cells_of(second)[:2] == ["slime", "stand-in"]
 
 
+def test_a_row_of_the_host_itself_takes_the_place_of_its_stand_ins():
+    page = host_table.merged(PAGE, [row("verl", "stand-in", 1), row("slime", "stand-in", 1)])
+    page = host_table.merged(page, [row("verl", "0.9.1", 2)])
+    wanted = [row("slime", "stand-in", 1), row("verl", "0.9.1", 2)]
+    assert host_table.rows_in(page) == wanted
+    assert host_table.rows_in(host_table.merged(page, [row("verl", "stand-in", 1)])) == wanted
+
+
 def test_outcomes_come_from_pytests_own_report(tmp_path):
     report = tmp_path / "report.xml"
     report.write_text(

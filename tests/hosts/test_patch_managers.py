@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import re
 import sys
 from collections import Counter
 
@@ -120,6 +121,21 @@ def test_stand_in(tmp_path):
 
 def test_mindspeeds_own(mindspeed, tmp_path):
     check(tmp_path, mindspeed / "mindspeed/patch_utils.py")
+
+
+# Options that only tune one of those, or of which nothing is hidden.
+TUNING = {"swap_modules", "swap_optimizer_times", "coc_mode", "coc_parallel_num", "coc_fused_kernel"}
+
+
+def test_every_such_feature_of_mindspeed_is_in_the_table(mindspeed):
+    """Fused exchanges, repeats ahead of time and trips to the host, by the words that MindSpeed's own flags have."""
+    from msprobe_megatron.topology.blind_spots import BLIND_SPOTS
+
+    flag = re.compile(r"add_argument\(\s*['\"]--([a-z0-9-]*(?:swap|mc2|coc|in-advance|in-bubble)[a-z0-9-]*)['\"]")
+    source = "\n".join(path.read_text(errors="replace") for path in (mindspeed / "mindspeed").rglob("*.py"))
+    found = {name.replace("-", "_") for name in flag.findall(source)} - TUNING
+    assert {"use_ascend_mc2", "recompute_in_advance", "swap_attention"} <= found
+    assert found <= {spot.option for spot in BLIND_SPOTS}
 
 
 @pytest.mark.parametrize(

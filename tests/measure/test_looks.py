@@ -85,6 +85,17 @@ def test_known_until_it_changes():
     assert len(pair.look) == 0 and pair.look.see(x) == pair.python(x)
 
 
+def test_places_and_dtypes_within_one_memory_are_told_apart():
+    pair = Pair()
+    memory = torch.arange(1.0, 13.0)
+    shown = [memory[0:4], memory[4:8], memory[8:12], memory[4:8].view(torch.int32), memory[4:8].view(2, 2)]
+    shown += [memory[4:8].view(2, 2).t(), memory[4:8].view(1, 4)]
+    slots = [pair.look.see(x) for x in shown]
+    assert slots == [pair.python(x) for x in shown] == [0, 1, 2, 3, 4, 5, 6]
+    sums = pair.table.seal().wait()[0][:3, 2].tolist()
+    assert sums == [10.0, 26.0, 42.0]
+
+
 def test_memory_that_is_given_to_another_tensor_is_not_taken_for_the_first():
     pair = Pair()
     found, places = set(), set()

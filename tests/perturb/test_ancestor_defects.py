@@ -103,10 +103,11 @@ def test_2_collectives_are_refused_before_they_run(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_3_inf_of_the_live_result_stays(tmp_path, mode):
+def test_3_inf_and_nan_of_the_live_result_stay(tmp_path, mode):
     section = {"mode": mode, "profile": "msprobe", "list": ["mul"]}
-    results, _, _ = examined(tmp_path, lambda x: x * x, torch.tensor([300.0, 2.0]).half(), section)
-    assert results[0].tolist() == [float("inf"), 4.0]
+    results, _, _ = examined(tmp_path, lambda x: x * x, torch.tensor([300.0, float("nan"), 2.0]).half(), section)
+    assert results[0][::2].tolist() == [float("inf"), 4.0]
+    assert results[0].isnan().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -273,6 +274,19 @@ def test_15_the_walk_of_preheat_takes_every_call_once_whatever_the_first_step_is
     assert taken[0] == []
     assert sorted(call for calls in taken for call in calls) == list(range(11))
     assert taken[5:] == [[], [], []]
+
+
+def test_15_where_there_are_too_many_calls_the_walk_is_spread_over_all_of_them():
+    """As many as `max_samples` allows, from the first layer to the last, none of them twice."""
+    walk, calls = Walk(steps=4, most=5), 100
+    taken = []
+    for _ in range(6):
+        walk.begin()
+        taken.append([call for call in range(calls) if walk.takes("torch.matmul")])
+    every = sorted(call for of_step in taken for call in of_step)
+    assert [len(of_step) for of_step in taken] == [0, 5, 5, 5, 0, 0]
+    assert len(set(every)) == 15
+    assert max(b - a for a, b in zip([-1, *every], [*every, calls], strict=True)) <= 8
 
 
 def test_15_thresholds_of_a_healthy_call_go_down_by_half():

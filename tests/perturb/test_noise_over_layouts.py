@@ -58,6 +58,14 @@ def _gate_and_value(left, right):
     return torch.cat([gate, more_gate, value, more_value], -1)
 
 
+def _rows(left, right):
+    return torch.cat([left, right])
+
+
+def _gate_and_value_rows(left, right):
+    return _gate_and_value(left.t(), right.t()).t()
+
+
 def _heads(left, right):
     return torch.cat([left, right], 2)
 
@@ -83,6 +91,20 @@ CUT = {
     "model/torch.max.0": _columns,
     "model/torch.Tensor.sum.0": _columns,
 }
+# What Megatron's own functions multiply in their backward.
+CUT_IN_BACKWARD = {
+    f"{_ATTENTION}.linear_qkv/backward/torch.Tensor.matmul.0": _columns,
+    f"{_ATTENTION}.linear_qkv/backward/torch.Tensor.matmul.1": _rows,
+    f"{_ATTENTION}.linear_qkv/backward/torch.Tensor.sum.0": _columns,
+    f"{_LAYER}.mlp.linear_fc1/backward/torch.Tensor.matmul.0": _gate_and_value,
+    f"{_LAYER}.mlp.linear_fc1/backward/torch.Tensor.matmul.1": _gate_and_value_rows,
+    "output_layer/backward/torch.Tensor.matmul.0": _columns,
+    "output_layer/backward/torch.Tensor.matmul.1": _rows,
+}
+WHOLE_IN_BACKWARD = (
+    f"{_LAYER}.mlp.linear_fc2/backward/torch.Tensor.matmul.0",
+    f"{_ATTENTION}.linear_proj/backward/torch.Tensor.matmul.0",
+)
 WHOLE = (
     f"{_LAYER}.input_layernorm/torch.nn.functional.rms_norm.0",
     f"{_ATTENTION}.linear_qkv/torch.matmul.0",
@@ -95,26 +117,33 @@ WHOLE = (
 
 @pytest.mark.parametrize(
     ("layout", "stage"),
-    [("tp2", "forward"), ("tp2_sp", "forward"), pytest.param("tp2", "backward", marks=pytest.mark.slow)],
+    [
+        pytest.param("tp2", "forward", marks=pytest.mark.slow),
+        ("tp2_sp", "forward"),
+        ("tp2", "backward"),
+        pytest.param("tp2_sp", "backward", marks=pytest.mark.slow),
+    ],
 )
 def test_the_calls_of_a_layer_get_the_noise_of_one_card(tmp_path, layout, stage):
     (one,), two = _noise(tmp_path, "single", stage), _noise(tmp_path, layout, stage)
-    seen, turned = set(), 0
+    seen, turned, cut = set(), 0, {**CUT, **CUT_IN_BACKWARD}
     for name, whole in one.items():
         parts = [rank[name] for rank in two]
         assert set(whole.unique().tolist()) <= {-1, 0, 1}
-        if name in CUT:
+        if name in cut:
             assert parts[0].shape != whole.shape
-            assert torch.equal(whole, CUT[name](*parts)), name
+            assert torch.equal(whole, cut[name](*parts)), name
             seen.add(name)
         elif name.startswith(f"{_ATTENTION}/") and whole.shape[2] > 1:  # queries and keys, turned by their position
             assert torch.equal(whole, _heads(*parts)), name
             turned += 1
-        elif name in WHOLE:
+        elif name in (*WHOLE, *WHOLE_IN_BACKWARD):
             together = torch.cat(parts) if parts[0].shape != whole.shape else parts[0]
             assert torch.equal(whole, together), name
             assert torch.equal(whole[-len(parts[1]) :], parts[1]), name
             seen.add(name)
     if stage == "forward":
         assert seen == {*CUT, *WHOLE}
-    assert len(seen) >= 10 and turned >= 6
+    else:
+        assert seen >= {*CUT_IN_BACKWARD, *WHOLE_IN_BACKWARD}
+    assert len(seen) >= 18 and turned >= 6

@@ -74,15 +74,41 @@ def test_check_changes_no_bit(jobs, tmp_path, layout, section):
         assert not found, found[:3]
 
 
-def test_a_limited_run_does_not_hang(jobs, tmp_path):
-    """Examining on one rank of a tensor-parallel pair adds no collective there."""
-    (tmp_path / "probe.yaml").write_text("strict: true\nranks: [0]\nperturb: {budget: all, mode: no_change}\n")
+@pytest.mark.parametrize(
+    ("ranks", "section"),
+    [
+        ("{tp: 0}", "{budget: all, mode: no_change}"),
+        pytest.param("[0]", "{}", marks=pytest.mark.slow),
+        pytest.param("[0]", "{budget: all, stage: backward}", marks=pytest.mark.slow),
+    ],
+)
+def test_a_limited_run_does_not_hang(jobs, tmp_path, ranks, section):
+    """Examining on one rank of a tensor-parallel pair, told by number or coordinates, adds no collective there."""
+    (tmp_path / "probe.yaml").write_text(f"strict: true\nranks: {ranks}\nperturb: {section}\n")
     out = tmp_path / "out"
     argv = [*flags_of("tp2", dropout=True), "--msprobe-config", str(tmp_path / "probe.yaml")]
     probed = run_forked(2, train_and_keep, [*argv, "--msprobe-output", str(out)], timeout=60)
     for left, right in zip(jobs.plain("tp2"), probed, strict=True):
         assert same(left["parameters"], right["parameters"])
     assert {row["rank"] for row in rows_of(out)} == {0}
+
+
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("ep2", marks=pytest.mark.slow)])
+def test_ranks_of_a_group_examine_the_same_in_every_step(tmp_path, layout):
+    """Under a budget: the same calls of the same microbatches, so that none waits for another's examinations."""
+    (tmp_path / "probe.yaml").write_text("strict: true\nperturb: {budget: 20%}\n")
+    out = tmp_path / "out"
+    argv = [*flags_of(layout, dropout=True), "--train-iters", "6", "--msprobe-config", str(tmp_path / "probe.yaml")]
+    run_forked(2, train_and_keep, [*argv, "--msprobe-output", str(out)], timeout=90)
+    by_rank = {0: set(), 1: set()}
+    for row in rows_of(out):
+        if "local_experts" not in row["name"]:  # those of a rank are its own
+            by_rank[row["rank"]].add((row["step"], row["microbatch"], row["name"]))
+    assert by_rank[0] == by_rank[1]
+    steps = {step for step, _, _ in by_rank[0]}
+    assert len(steps) >= 2 and 0 not in steps
+    # Not everything at once: another part of the calls in another step.
+    assert len({frozenset(name for s, _, name in by_rank[0] if s == step) for step in steps}) > 1
 
 
 def test_modules_that_are_never_run_twice_are_said(tmp_path):

@@ -44,7 +44,7 @@ def test_a_measurement_that_ends_after_its_step(tmp_path, section, part, compile
     if compiled:
         if probe._looks is None:
             pytest.skip("no compiled look")
-        probe._page.look = Slow(probe._page.look)
+        probe._page.write = Slow(probe._page.write)
     else:
         probe._looks, probe._measure = None, Slow(probe._measure)
         if part == "dump":

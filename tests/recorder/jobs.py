@@ -76,6 +76,23 @@ def job(
     return out
 
 
+def hang(root: str, number: int) -> None:
+    """Train in a process of its own that hangs when step 6 is over, and is sent a signal."""
+    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.demo.train import Callbacks
+
+    config = Path(root) / "probe.yaml"
+    config.write_text(RECORDER)
+
+    def after(step: Any) -> None:
+        if step.iteration == 7:
+            os.kill(os.getpid(), number)
+            time.sleep(600)
+
+    flags = [*flags_of("single", dropout=False), "--train-iters", "10", "--msprobe-config", str(config)]
+    run([*flags, "--msprobe-output", str(Path(root) / "out")], Callbacks(step=after))
+
+
 def losses_without(layout: str, steps: int) -> list[list[float]]:
     """What the job gives without the kit."""
     flags = flags_of("single", dropout=False) + LAYOUTS[layout].flags.split() + ["--train-iters", str(steps)]

@@ -1,6 +1,8 @@
 """The last steps before something went wrong are on disk, and nothing is when nothing went wrong."""
 
 import json
+import multiprocessing
+import signal
 
 import pytest
 
@@ -8,7 +10,8 @@ from msprobe_megatron.analyse.diagnose import diagnose
 from msprobe_megatron.analyse.load import open_run
 from msprobe_megatron.analyse.summary import summarise
 from msprobe_megatron.record.events import read_events
-from tests.recorder.jobs import job
+from tests.forked import prepare
+from tests.recorder.jobs import hang, job
 
 
 def recorder_events(out):
@@ -48,6 +51,31 @@ def test_exception_and_signal(fault, steps, tmp_path):
     rows = open_run(out).rows(step=7).filter("phase = 'forward'").fetchall() if fault == "exception" else []
     # The step that did not end is there as far as it came: layers up to the one that failed.
     assert bool(rows) == (fault == "exception")
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_alert_that_asks_for_it_writes_where_others_do_not(asked, tmp_path):
+    alert = "{rule: nonfinite, action: {recorder: true}}" if asked else "nonfinite"
+    probe = f"monitor: {{activations: false, alerts: [{alert}]}}\nrecorder: {{keep_steps: 3, on: [signal]}}\n"
+    out = job(tmp_path, "single", "nan", probe=probe)
+    assert [event["step"] for event in read_events(out) if event["event"] == "alert"] == [7]
+    assert [event["steps"] for event in recorder_events(out)] == [[5, 6, 7]] * asked
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 1)])
+def test_a_job_that_is_ended_from_outside_while_it_hangs(number, code, tmp_path):
+    """The training thread sleeps for ever in its sixth step: who writes is a thread that the signal wakes."""
+    process = multiprocessing.get_context("fork").Process(target=hang, args=(str(tmp_path), int(number)))
+    prepare()
+    process.start()
+    process.join(120)
+    try:
+        assert process.exitcode == code
+    finally:
+        process.kill()
+    [event] = recorder_events(tmp_path / "out")
+    assert event["steps"] == open_run(tmp_path / "out").steps == [3, 4, 5, 6]
+    assert signal.Signals(number).name in event["text"]
 
 
 def test_steps_of_the_dump_stay_the_dump_s(tmp_path):

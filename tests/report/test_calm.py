@@ -1,5 +1,6 @@
 """What was looked at and found in order, and the lists of what was found: from runs that are made up."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import duckdb
@@ -95,12 +96,18 @@ def test_alerts_are_cut_and_it_is_said(monkeypatch):
     assert found["alerts"][0]["ranks"] == [0, 1]
 
 
+@dataclass
+class Suspected:
+    place: int
+
+
 def test_examined_counts_operators_once_and_verdicts_each(monkeypatch):
     assert examined(run()) is None
-    monkeypatch.setattr(view_alerts, "suspects", lambda run: [])
+    monkeypatch.setattr(view_alerts, "suspects", lambda run: [Suspected(n) for n in range(101)])
     monkeypatch.setattr(view_alerts, "steps_of", lambda part: [4, 3])
     found = examined(run(perturb=True))
-    assert found == {"steps": [3, 4], "operators": 2, "verdicts": {"ok": 4, "wrong": 1}, "suspects": []}
+    assert found.pop("suspects") == [{"place": n} for n in range(100)], "the worst, and they come first"
+    assert found == {"steps": [3, 4], "operators": 2, "verdicts": {"ok": 4, "wrong": 1}}
 
 
 def test_a_group_is_listed_once_with_what_was_left_out():

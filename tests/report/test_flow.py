@@ -8,9 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from msprobe_megatron.analyse import view_flow
 from msprobe_megatron.analyse.exchanges import Exchange
 from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.view_flow import _carried, _own_microbatch, flow
+from msprobe_megatron.analyse.view_flow import _carried, _own_microbatch, flow, follow
 from msprobe_megatron.report.html.page import page, page_data
 from tests.demo_runs import demo_run
 from tests.report.browser import load, tab
@@ -69,6 +70,8 @@ def test_what_arrives_at_another_stage_names_the_message():
     ]
     assert _carried(stop(), sends, {0, 1}, {2, 3}) == ["carried by send rank 0 to rank 2, 2.0 KiB, arrived as sent"]
     assert _carried(stop(), sends, {0, 1}, {0, 1}) == []
+    others = [Exchange("send", "pp", ranks, "", 0, 0, "forward", 1) for ranks in ([9, 2], [2, 9], [2, 0])]
+    assert _carried(stop(), others, {0, 1}, {2, 3}) == [], "from elsewhere, or away from here"
     broken = Exchange("send", "pp", [0, 2], "", 0, 0, "forward", 2048, finding="rank 2 got 3, not 4")
     assert _carried(stop(), [broken], {0}, {2}) == ["carried by send rank 0 to rank 2, 2.0 KiB: rank 2 got 3, not 4"]
 
@@ -135,3 +138,28 @@ def test_only_exchanges_of_its_ranks_microbatch_and_phase_carry_it():
     assert _carried(stop(io="output"), [*others, reduce([0, 1])], None, {0, 1}) == [
         "carried by all_reduce over tp, ranks 0, 1, 1.0 KiB"
     ]
+
+
+def test_messages_are_looked_for_from_the_last_ranks_that_held_something(monkeypatch):
+    """Four stops on two stages of two data-parallel ranks; nobody holds the second."""
+    held = {"m0": [0, 1], "m1": [], "m2": [2, 3], "m3": [2, 3]}
+    monkeypatch.setattr(view_flow, "micro_batch_size", lambda run, table: 2)
+    sends = [Exchange("send", "pp", ranks, "", 1, 0, "forward", 1024) for ranks in ([0, 2], [1, 3])]
+    monkeypatch.setattr(view_flow, "exchanges", lambda run, step: sends)
+
+    def ask(question, values):
+        return [(rank, 2.0, "", 0, rank % 2) for rank in held[values[2]]]
+
+    run = SimpleNamespace(sizes={"dp": 2})
+    view = SimpleNamespace(run=run, connection=SimpleNamespace(table=lambda name: None), ask=ask)
+    stops = [stop(name=name, step=1, kind="activation", path="0", samples_from=2.0) for name in held]
+    assert follow(stops, view) == {"communication": True}
+    # Samples 2 and 3 are those of the second data-parallel rank's first microbatch.
+    assert [[rank for rank, *_ in one["ranks"]] for one in stops] == [[1], [], [3], [3]]
+    assert [one["carried"] for one in stops] == [
+        [],
+        [],
+        ["carried by send rank 1 to rank 3, 1.0 KiB, arrived as sent"],
+        [],
+    ]
+    assert follow([], view) == {"communication": False}

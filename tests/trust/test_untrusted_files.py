@@ -129,17 +129,17 @@ def evil_run(good_run, tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: f"{words[0]}-{words[-3] if 'export' in words else ''}")
-def test_names_that_want_to_be_paths_scripts_or_formulas(good_run, evil_run, tmp_path, capsys, monkeypatch, command):
+def test_names_that_want_to_be_paths_scripts_or_formulas(evil_run, tmp_path, capsys, monkeypatch, command):
     """Whatever a row is called, files are written below what was asked for, and no reader of them is steered."""
     out = tmp_path / "deep/er/out"
     out.parent.mkdir(parents=True)
     monkeypatch.chdir(out.parent)
     before = contents(evil_run)
     words = command if len(command) > 1 else [*command, "RUN"]
-    places = {"GOOD": str(good_run), "RUN": str(evil_run), "OUT": str(out), "OUT.html": f"{out}.html"}
+    places = {"GOOD": str(evil_run), "RUN": str(evil_run), "OUT": str(out), "OUT.html": f"{out}.html"}
     code = main([places.get(word, word) for word in words])
     printed = capsys.readouterr()
-    print("CODE", words, code, printed.err[:300])
+    assert code in (0, 1) or "too few steps" in printed.err
     assert not any(steering in printed.out + printed.err for steering in ("\x1b]0;", "\x07", "\0"))
     assert set(contents(evil_run)) - set(before) <= {"control.json"}
     assert {path.name for path in tmp_path.rglob("*")} & {"up", "up0", "passwd", "passwd0"} == set()

@@ -146,7 +146,7 @@ class Spike(Rule):
     def judge(self, step: Step) -> list[Hit]:
         """Every row whose size is further from the median, on the scale of logarithms, than both bounds."""
         columns = step.columns
-        chosen = np.flatnonzero(step.chosen & columns.floating & ~np.isin(columns["name"], _SETTINGS))
+        chosen = every = np.flatnonzero(step.chosen & columns.floating & ~np.isin(columns["name"], _SETTINGS))
         logs, (ratios, shares) = columns.sizes, self._bounds(columns.seen.rows)
         low, high = self._history.bounds(step.series[chosen])
         with np.errstate(invalid="ignore"):
@@ -159,8 +159,20 @@ class Spike(Rule):
             # Of one microbatch a rank may see little: targets that are all in another rank's part of the vocabulary.
             lower = self._one_sided(columns, chosen) & (logs < usual.median)
             bound = np.where(lower, np.maximum(bound, -np.log(_VANISH)), bound)
-            odd = (usual.steps >= _enough(self._history)) & (np.abs(logs - usual.median) > bound)
-        return [_against_usual(int(chosen[i]), float(logs[i]), usual, int(i)) for i in np.flatnonzero(odd)]
+            off = np.abs(logs - usual.median)
+            odd = np.flatnonzero((usual.steps >= _enough(self._history)) & (off > bound))
+        if len(odd):
+            noise = self._of_their_kind(step, every, chosen[odd]) * np.minimum(ENOUGH / usual.steps[odd], 1)
+            odd = odd[off[odd] > deviations[odd] * noise]
+        return [_against_usual(int(chosen[i]), float(logs[i]), usual, int(i)) for i in odd]
+
+    def _of_their_kind(self, step: Step, every: Numbers, rows: Numbers) -> Floats:
+        """Usual deviation of the series of each row's kind: of a few steps, one's own may be small by chance."""
+        kinds, found = step.columns["kind"], np.zeros(len(rows))
+        for kind in set(kinds[rows]) - {"loss"}:
+            like = self._history.usual(step.series[every[kinds[every] == kind]])
+            found[kinds[rows] == kind] = np.median(like.deviation[like.steps >= _enough(self._history)])
+        return found
 
     def _one_sided(self, columns: Columns, chosen: Numbers) -> Flags:
         """Gradients of single microbatches, where the probe file does not say how far is far."""

@@ -57,11 +57,13 @@ class Walk:
         calls = self._calls.get(api, 0)
         if not calls or not 1 <= self.round < self._steps:
             return False
-        samples = min(math.ceil(calls / max(self._steps - 1, 1)), self._most)
-        number = self._counts[api] - 1
-        # Call k belongs to round k mod (steps - 1); where `most` is smaller the rest is left to no step.
-        first = (self.round - 1) % max(self._steps - 1, 1)
-        return number % max(self._steps - 1, 1) == first and number // max(self._steps - 1, 1) < samples
+        number, rounds = self._counts[api] - 1, max(self._steps - 1, 1)
+        taken = min(calls, rounds * self._most)
+        # Where `most` allows fewer than all, those that are taken are spread over the whole step.
+        sample = number * taken // calls
+        if number >= calls or (number + 1) * taken // calls == sample:
+            return False
+        return sample % rounds == self.round - 1
 
 
 class Preheat:
