@@ -16,7 +16,7 @@ from torch import nn
 from msprobe_megatron.config import ProbeConfig, StepSelection
 from msprobe_megatron.topology import host, names, provenance
 from msprobe_megatron.topology.activations import ChunkLayout
-from msprobe_megatron.topology.blind_spots import compiled, reducers, unseen
+from msprobe_megatron.topology.blind_spots import compiled, reducers, unseen, untried
 from msprobe_megatron.topology.coordinates import Coordinates, all_ranks
 from msprobe_megatron.topology.layers import layer_of
 
@@ -31,11 +31,13 @@ def run_facts(
         arguments = host.megatron_arguments()
     table = all_ranks(where)
     model_config = getattr(names.unwrap(chunks[0]), "config", None) if chunks else None
+    versions = host.versions()
+    release = versions.get("megatron-core")
     return {
         "format": FORMAT,
         "tag": tag,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": host.versions(),
+        "versions": versions,
         "environment": provenance.environment(),
         "sources": provenance.sources(),
         "world": where.world,
@@ -45,7 +47,7 @@ def run_facts(
         "ranks": [c.as_dict() for c in table] if table is not None else [where.as_dict()],
         "ranks_complete": table is not None,
         "recompute": _recompute(model_config),
-        "unseen": [*unseen(arguments, model_config), *compiled(chunks), *reducers(chunks)],
+        "unseen": [*unseen(arguments, model_config), *untried(release), *compiled(chunks), *reducers(chunks)],
         "seed": getattr(arguments, "seed", None),
         "arguments": host.plain(arguments) if arguments is not None else {},
         "probe": {"file": config.source, "content": config.raw, "notes": list(config.notes)},

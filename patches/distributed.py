@@ -80,11 +80,6 @@ def _tensors(args: tuple[Any, ...], index: int | None) -> list[torch.Tensor]:
     return found
 
 
-def _reduction(options: Any) -> str | None:
-    operation = getattr(options, "reduceOp", None)
-    return None if operation is None else str(getattr(operation, "op", operation)).rpartition(".")[2]
-
-
 def _collective(method: _Method) -> Wrap:
     def read(group: Any, args: tuple[Any, ...]) -> Exchange:
         given = args[method.options] if method.options is not None and method.options < len(args) else None
@@ -101,7 +96,7 @@ def _collective(method: _Method) -> Wrap:
             sources,
             targets,
             root=root,
-            reduction=_reduction(given) if method.op in _REDUCING else None,
+            options=given if method.op in _REDUCING else None,
             asynchronous=getattr(given, "asyncOp", None),
         )
 

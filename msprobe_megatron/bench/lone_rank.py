@@ -41,7 +41,7 @@ def lone_rank(rank: int, world: int) -> Iterator[None]:
     start, group = dist.init_process_group, dist.new_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        start("fake", rank=rank, world_size=world, store=FakeStore())  # type: ignore[no-untyped-call]
+        start("fake", rank=rank, world_size=world, store=FakeStore())
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         return group(ranks, timeout, "fake", *args, **kwargs)

@@ -97,7 +97,8 @@ def _tensors_at_peak(workload: Workload, variant: Mapping[str, Any] | None, out:
         if iteration == _WARM_UP:
             live.begin()
 
-    with LiveTensors() as live:  # from the first weight on, so that it is known who made what
+    live = LiveTensors()
+    with live:  # from the first weight on, so that it is known who made what
         _train(workload, variant, out, _WARM_UP + 1, after)
     return live.at_peak
 

@@ -22,7 +22,7 @@ _LINES = 8
 class Held(NamedTuple):
     """How many tensors of one maker, and their bytes."""
 
-    count: int
+    number: int
     bytes: int
 
 
@@ -88,12 +88,12 @@ def beyond(kit: Peak, plain: Peak) -> list[tuple[str, Held]]:
     Example::
 
         >>> beyond({"a": Held(3, 30)}, {"a": Held(2, 20), "b": Held(1, 5)})
-        [('a', Held(count=1, bytes=10))]
+        [('a', Held(number=1, bytes=10))]
     """
     more = {}
     for maker, held in kit.items():
         before = plain.get(maker, Held(0, 0))
-        more[maker] = Held(held.count - before.count, held.bytes - before.bytes)
+        more[maker] = Held(held.number - before.number, held.bytes - before.bytes)
     return sorted(((maker, held) for maker, held in more.items() if held.bytes > 0), key=lambda item: -item[1].bytes)
 
 
@@ -104,7 +104,7 @@ def tensors_text(kit: Peak, plain: Peak, measured: int | None = None) -> str:
     """
     both = [sum(held.bytes for held in peak.values()) for peak in (kit, plain)]
     more = beyond(kit, plain)
-    listed = [f"`{maker}` {_mebibytes(held.bytes)} in {held.count}" for maker, held in more[:_LINES]]
+    listed = [f"`{maker}` {_mebibytes(held.bytes)} in {held.number}" for maker, held in more[:_LINES]]
     if len(more) > _LINES:
         listed.append(f"{len(more) - _LINES} others {_mebibytes(sum(held.bytes for _, held in more[_LINES:]))}")
     text = f"tensors alive at the peak are {_mebibytes(both[0])}, of plain training {_mebibytes(both[1])}"

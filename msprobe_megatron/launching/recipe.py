@@ -92,7 +92,8 @@ def _environment(arguments: argparse.Namespace, overlay: Overlay | None, folder:
     if overlay is not None:
         is_file = arguments.overlay.endswith((".yaml", ".yml"))
         environment["MSPROBE_OVERLAY"] = os.path.abspath(arguments.overlay) if is_file else overlay.name
-        for note in overlay.notes:
+        # What is to be known about --small is said to those who asked for it.
+        for note in (note for note in overlay.notes if arguments.small or "--small" not in note):
             print(f"msprobe: overlay {overlay.name}: {note}", flush=True)
     config = _probe_file(arguments, overlay, folder)
     given = {"CONFIG": config, "OUTPUT": arguments.output, "DEVICE": arguments.device}

@@ -32,9 +32,25 @@ const c10::DispatchKeySet ODD({
     c10::DispatchKey::Quantized, c10::DispatchKey::Sparse, c10::DispatchKey::NestedTensor,
 });
 
+struct Ref {
+    PyObject* object;
+    Ref(PyObject* x = nullptr) : object(x) { Py_XINCREF(x); }
+    Ref(const Ref& other) : Ref(other.object) {}
+    Ref& operator=(Ref other) { return std::swap(object, other.object), *this; }
+    ~Ref() { Py_XDECREF(object); }
+};
+
+// The cells that the rows of a place have in common, and the shape and dtype for which they hold.
+struct Common {
+    Ref place, layout, dtype, extra;
+    c10::ScalarType type;
+    std::vector<int64_t> sizes;
+};
+
 // What all pages of a probe share.
 struct Eye {
     PyObject_HEAD
+    std::unordered_map<PyObject*, Common>* places;
     PyObject *take, *addresses, *tensor, *parameter, *cdata, *keep;
     Stats stats;
     Strided strided;
@@ -138,11 +154,8 @@ std::pmr::string key_of(const c10::TensorImpl* x, int64_t storage, std::pmr::mem
 }
 
 // The slot of a tensor: that in which it was measured before, or a new one. Below zero: no room, or not for us.
-PyObject* see(Look* self, PyObject* x) {
+PyObject* slot_of(Look* self, c10::TensorImpl* impl) {
     Eye* eye = self->eye;
-    if ((PyObject*)Py_TYPE(x) != eye->tensor && (PyObject*)Py_TYPE(x) != eye->parameter) return PyLong_FromLong(NOT_MINE);
-    auto* impl = impl_of(eye, x);
-    if (!impl) return PyErr_Occurred() ? nullptr : PyLong_FromLong(NOT_MINE);
     try {
         if (!plain(impl)) return PyLong_FromLong(NOT_MINE);
         auto type = (size_t)impl->dtype().toScalarType();
@@ -178,6 +191,14 @@ PyObject* see(Look* self, PyObject* x) {
     } catch (const std::exception&) {
         return PyLong_FromLong(NOT_MINE);
     }
+}
+
+PyObject* see(Look* self, PyObject* x) {
+    Eye* eye = self->eye;
+    if ((PyObject*)Py_TYPE(x) != eye->tensor && (PyObject*)Py_TYPE(x) != eye->parameter) return PyLong_FromLong(NOT_MINE);
+    auto* impl = impl_of(eye, x);
+    if (!impl) return PyErr_Occurred() ? nullptr : PyLong_FromLong(NOT_MINE);
+    return slot_of(self, impl);
 }
 
 PyObject* forget(Look* self, PyObject*) {
@@ -217,6 +238,7 @@ int eye_init(Eye* self, PyObject* args, PyObject*) {
     if (!self->stats || !self->strided || !self->cdata) return -1;
     for (auto** one : {&take, &addresses, &tensor, &parameter, &keep}) Py_INCREF(*one);
     self->pool = new std::pmr::unsynchronized_pool_resource();
+    self->places = new std::unordered_map<PyObject*, Common>();
     self->take = take;
     self->addresses = addresses;
     self->tensor = tensor;
@@ -238,6 +260,7 @@ int eye_init(Eye* self, PyObject* args, PyObject*) {
 void eye_free(Eye* self) {
     for (PyObject* one : {self->take, self->addresses, self->tensor, self->parameter, self->cdata, self->keep})
         Py_XDECREF(one);
+    delete self->places;
     delete self->pool;
     Py_TYPE(self)->tp_free((PyObject*)self);
 }
@@ -251,6 +274,7 @@ struct Notes {
     PyObject *clock, *dtypes, *names[5];
 };
 enum Name { SHAPE, LAYOUTS, DTYPE, SEQ, EXTRA };
+constexpr size_t MOST_PLACES = 16384;
 const char* const NAMES[] = {"shape", "layouts", "dtype", "seq", "extra"};
 
 // What a dictionary has for an attribute of something, borrowed; null without an error where it is not known.
@@ -272,36 +296,49 @@ PyObject* next_number(Notes* self) {
     return now;
 }
 
+// What the rows of a place have in common, as long as the shape stays; null where Python has to find it out first.
+Common* common(Notes* self, PyObject* place, PyObject* x, c10::TensorImpl* impl) {
+    auto& places = *self->look->eye->places;
+    auto found = places.find(place);
+    if (found != places.end() && found->second.type == impl->dtype().toScalarType() && impl->sizes() == found->second.sizes)
+        return &found->second;
+    PyObject* layouts = PyObject_GetAttr(place, self->names[LAYOUTS]);
+    PyObject* layout = layouts ? looked_up(layouts, x, self->names[SHAPE]) : nullptr;
+    PyObject* dtype = layout ? looked_up(self->dtypes, x, self->names[DTYPE]) : nullptr;
+    PyObject* extra = dtype ? PyObject_GetAttr(place, self->names[EXTRA]) : nullptr;
+    Py_XDECREF(layouts);
+    if (!extra) return nullptr;
+    if (places.size() >= MOST_PLACES) places.clear();
+    Common fresh{place, layout, dtype, extra, impl->dtype().toScalarType(), impl->sizes().vec()};
+    Py_DECREF(extra);
+    return &(places[place] = std::move(fresh));
+}
+
 // place, tensor, microbatch, phase: the cells of the row; False: no room; None: to be seen in Python.
 PyObject* row(Notes* self, PyObject* const* args, Py_ssize_t count) {
     if (count != 4) return PyErr_Format(PyExc_TypeError, "row() takes place, tensor, microbatch, phase");
     PyObject *place = args[0], *x = args[1];
-    bool weight = (PyObject*)Py_TYPE(x) == self->look->eye->parameter;
-    if (!weight && (PyObject*)Py_TYPE(x) != self->look->eye->tensor) Py_RETURN_NONE;
-    PyObject* layouts = PyObject_GetAttr(place, self->names[LAYOUTS]);
-    if (!layouts) return nullptr;
-    PyObject* layout = looked_up(layouts, x, self->names[SHAPE]);
-    Py_XINCREF(layout);
-    Py_DECREF(layouts);
-    PyObject* dtype = layout ? looked_up(self->dtypes, x, self->names[DTYPE]) : nullptr;
-    if (!dtype) {
-        Py_XDECREF(layout);
+    Eye* eye = self->look->eye;
+    bool weight = (PyObject*)Py_TYPE(x) == eye->parameter;
+    auto* impl = weight || (PyObject*)Py_TYPE(x) == eye->tensor ? impl_of(eye, x) : nullptr;
+    Common* same = impl && plain(impl) ? common(self, place, x, impl) : nullptr;
+    if (!same) {
         if (PyErr_Occurred()) return nullptr;
         Py_RETURN_NONE;
     }
-    Py_INCREF(dtype);
-    PyObject *slot = see(weight ? self->weights : self->look, x), *made = nullptr;
+    // To take a slot may run Python, and that may change what is known of places.
+    Ref layout = same->layout, dtype = same->dtype, extra = same->extra;
+    PyObject *slot = slot_of(weight ? self->weights : self->look, impl), *made = nullptr;
     long taken = slot ? PyLong_AsLong(slot) : 0;
     if (slot && taken >= 0) {
-        PyObject *seq = next_number(self), *extra = seq ? PyObject_GetAttr(place, self->names[EXTRA]) : nullptr;
-        if (extra) made = PyTuple_Pack(9, seq, args[2], args[3], place, layout, dtype, slot, extra, Py_None);
+        PyObject* seq = next_number(self);
+        if (seq)
+            made = PyTuple_Pack(9, seq, args[2], args[3], place, layout.object, dtype.object, slot, extra.object, Py_None);
         Py_XDECREF(seq);
-        Py_XDECREF(extra);
     } else if (slot) {
-        made = taken == NO_ROOM ? Py_False : Py_None;
-        Py_INCREF(made);
+        made = Py_NewRef(taken == NO_ROOM ? Py_False : Py_None);
     }
-    for (PyObject* one : {slot, layout, dtype}) Py_XDECREF(one);
+    Py_XDECREF(slot);
     return made;
 }
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from msprobe_megatron.topology.index_map import Numbering, index_map
 from msprobe_megatron.topology.layers import layer_of
 from msprobe_megatron.topology.places import Layout, Place
 
+_KIND = attrgetter("kind")
 _LOCAL = '{"digest": "local"}'  # numbered within the shard: such a digest does not add up with others
 
 
@@ -244,7 +246,8 @@ class DumpProbe:
     def memory_changed(self) -> None:
         """Something was written that version counters do not tell of: measure everything anew."""
         page = self._page
-        page.seen.invalidate()
+        if page.seen:
+            page.seen.invalidate()
         if page.looks is not None:
             page.looks[0].forget_all()
 
@@ -260,7 +263,7 @@ class DumpProbe:
             self._slots.spoil(slot)
         rows = page.rows
         rows.close()
-        self.fired.update([place.kind for place in rows.column("place")])
+        self.fired.update(map(_KIND, rows.column("place")))
         if self._packs is not None:
             self._packs.finish()
         only = self._config.task == "nonfinite"

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from msprobe_megatron.record.directory import RunDirectory, put
 from msprobe_megatron.record.json_text import json_text
 from msprobe_megatron.record.nonfinite import origin
 from msprobe_megatron.record.records_file import RecordsFile
+from msprobe_megatron.record.safe_files import Unfinished
 from msprobe_megatron.record.schema import Row
 from msprobe_megatron.record.sightings import Sighting, rows_of
 from msprobe_megatron.record.slots import SealedSlots
@@ -69,6 +70,14 @@ class Batch(Protocol):
 
     def drop(self, counts: WriterCounts) -> None:
         """It was dropped."""
+
+
+@runtime_checkable
+class LargeBatch(Batch, Protocol):
+    """A batch of one file so large that the disk is best given several of them at once."""
+
+    def begin(self, directory: RunDirectory, identity: Mapping[str, int]) -> Unfinished:
+        """Write the file but for its way to the disk."""
 
 
 class SitesFile:

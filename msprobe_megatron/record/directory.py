@@ -135,6 +135,17 @@ class RunDirectory:
         with directory_below(self._descriptor, folders, str(self.path)) as folder:
             return replace_file(name, folder, fill)
 
+    def begin_file(self, relative: str, fill: Callable[[IO[bytes]], None]) -> Unfinished:
+        """The same, but for the way to the disk, on which several go together: `finish_files` must follow.
+
+        Example::
+
+            finish_files([directory.begin_file("step_000010/rank_00003/note.txt", fill)])
+        """
+        *folders, name = components(relative)
+        with directory_below(self._descriptor, folders, str(self.path)) as folder:
+            return begin_file(name, folder, fill)
+
     def write_json(self, relative: str, value: Any) -> int:
         """Write facts as JSON; returns the size of the file.
 

@@ -13,6 +13,7 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import IO
 
 DIRECTORY_MODE = 0o700
@@ -169,18 +170,62 @@ def replace_file(name: str, above: int, fill: Callable[[IO[bytes]], None]) -> in
 
         replace_file("run.json", root, lambda file: file.write(b"{}"))
     """
+    file = begin_file(name, above, fill)
+    finish_files([file])
+    return file.size
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A file that is written, under a temporary name, and not yet on the disk."""
+
+    name: str
+    temporary: str
+    folder: int
+    file: IO[bytes]
+    size: int
+
+
+def begin_file(name: str, above: int, fill: Callable[[IO[bytes]], None]) -> Unfinished:
+    """The first half of `replace_file`: write the bytes; `finish_files` must follow.
+
+    Example::
+
+        finish_files([begin_file("run.json", root, lambda file: file.write(b"{}"))])
+    """
     temporary = f".{name}.{secrets.token_hex(6)}.tmp"
-    descriptor = create_file(temporary, above)
+    file = os.fdopen(create_file(temporary, above), "wb")
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            fill(file)
-            file.flush()
-            size = os.fstat(file.fileno()).st_size
-            sync(file.fileno())
-        os.rename(temporary, name, src_dir_fd=above, dst_dir_fd=above)
+        fill(file)
+        file.flush()
+        return Unfinished(name, temporary, os.dup(above), file, os.fstat(file.fileno()).st_size)
     except BaseException:
+        with contextlib.suppress(OSError):  # a full disk is full once more when what is buffered goes out
+            file.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=above)
         raise
-    sync(above)
-    return size
+
+
+def finish_files(files: Sequence[Unfinished]) -> None:
+    """The second half, for several at once: the disk has to be waited for once. All of them appear, or those that do are
+    whole.
+
+    Example::
+
+        finish_files([first, second])
+    """
+    try:
+        for one in files:
+            sync(one.file.fileno())
+        for one in files:
+            os.rename(one.temporary, one.name, src_dir_fd=one.folder, dst_dir_fd=one.folder)
+        folders = {(found.st_dev, found.st_ino): one.folder for one in files if (found := os.fstat(one.folder))}
+        for folder in folders.values():
+            sync(folder)
+    finally:
+        for one in files:
+            one.file.close()
+            with contextlib.suppress(FileNotFoundError):  # renamed, as it should be
+                os.unlink(one.temporary, dir_fd=one.folder)
+            os.close(one.folder)

@@ -19,6 +19,7 @@ import torch
 
 from msprobe_megatron.record.batches import WriterCounts
 from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.record.safe_files import Unfinished
 from msprobe_megatron.record.tensors_layout import file_name
 
 if TYPE_CHECKING:
@@ -155,10 +156,18 @@ class TensorPack:
 
     def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
         """Write the pack as one file of its step."""
-        folder = f"step_{self.step:06d}/rank_{identity['rank']:05d}"
-        size = directory.write_file(f"{folder}/{file_name(self.number)}", self.fill)
+        size = directory.write_file(self._path(identity), self.fill)
         self._give_back()
         return size
+
+    def begin(self, directory: RunDirectory, identity: Mapping[str, int]) -> Unfinished:
+        """The same, but for the way to the disk; the memory of the copies is free then."""
+        file = directory.begin_file(self._path(identity), self.fill)
+        self._give_back()
+        return file
+
+    def _path(self, identity: Mapping[str, int]) -> str:
+        return f"step_{self.step:06d}/rank_{identity['rank']:05d}/{file_name(self.number)}"
 
     def count(self, counts: WriterCounts) -> None:
         """So many tensors more."""

@@ -13,12 +13,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from msprobe_megatron.record.batches import Batch, WriterCounts
+from msprobe_megatron.record.batches import Batch, LargeBatch, WriterCounts
 from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.record.safe_files import Unfinished, finish_files
 from msprobe_megatron.record.schema import IDENTITY_COLUMNS
 
 POLICIES = ("block", "drop")
+_TOGETHER = 8
+"""Large files that are written before the disk is waited for, as long as more of them wait."""
+
+
+@dataclass
+class _Begun:
+    """A batch with the size it was let in for, and what became of it so far."""
+
+    batch: Batch
+    size: int
+    file: Unfinished | None = None
+    written: int = 0
+    lost: bool = True
 
 
 class Writer:
@@ -133,12 +148,12 @@ class Writer:
         batch.drop(self.counts)
         self.counts.bytes_dropped += batch.nbytes
 
-    def _over_limit(self, batch: Batch) -> bool:
+    def _over_limit(self, batch: Batch, begun: int) -> bool:
         """Whether the disk limit leaves no room for the files of this batch."""
         if self._disk is None:
             return False
         coming = batch.coming(self._last_bytes.get(type(batch), 0))
-        over = self.counts.bytes_written + coming >= self._disk
+        over = self.counts.bytes_written + begun + coming >= self._disk
         if over and not self._disk_full:
             self._disk_full = True
             with contextlib.suppress(Exception):
@@ -146,31 +161,62 @@ class Writer:
         return over
 
     def _run(self) -> None:
+        begun: list[_Begun] = []
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._closing)
                 if not self._queue:
                     return
                 batch, size = self._queue.popleft()
-            written, error = 0, None
-            dropped = self._over_limit(batch)
-            if not self._faulted and not dropped:
-                try:
-                    written = batch.write(self._directory, self._identity)
-                except BaseException as caught:
-                    error = caught
-            if error is not None:
-                self._faulted = True
-                with contextlib.suppress(Exception):  # the messenger's own fault must not end this thread
-                    self._on_fault(error)
-            with self._changed:
-                if self._faulted or dropped:
-                    self._drop(batch)
-                else:
-                    self._count(batch, written)
-                self._held_bytes -= size
-                self._changed.notify_all()
+            begun.append(self._begin(batch, size, sum(one.written for one in begun)))
             del batch
+            if not self._go_on(begun):
+                self._finish(begun)
+                begun = []
+
+    def _begin(self, batch: Batch, size: int, begun: int) -> _Begun:
+        """Write a batch; large ones but for their way to the disk."""
+        found = _Begun(batch, size)
+        if self._faulted or self._over_limit(batch, begun):
+            return found
+        try:
+            if isinstance(batch, LargeBatch):
+                found.file = batch.begin(self._directory, self._identity)
+                found.written = found.file.size
+            else:
+                found.written = batch.write(self._directory, self._identity)
+            found.lost = False
+        except BaseException as error:
+            self._fault(error)
+        return found
+
+    def _go_on(self, begun: list[_Begun]) -> bool:
+        """Whether the next batch is one that can go to the disk together with these."""
+        with self._changed:
+            room = begun[-1].file is not None and len(begun) < _TOGETHER
+            return room and bool(self._queue) and isinstance(self._queue[0][0], LargeBatch)
+
+    def _finish(self, begun: list[_Begun]) -> None:
+        files = [one.file for one in begun if one.file is not None]
+        try:
+            finish_files(files)
+        except BaseException as error:
+            self._fault(error)
+            for one in begun:
+                one.lost = one.lost or one.file is not None
+        with self._changed:
+            for one in begun:
+                if one.lost:
+                    self._drop(one.batch)
+                else:
+                    self._count(one.batch, one.written)
+                self._held_bytes -= one.size
+            self._changed.notify_all()
+
+    def _fault(self, error: BaseException) -> None:
+        self._faulted = True
+        with contextlib.suppress(Exception):  # the messenger's own fault must not end this thread
+            self._on_fault(error)
 
     def _count(self, batch: Batch, written: int) -> None:
         batch.count(self.counts)

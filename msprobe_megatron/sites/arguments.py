@@ -64,6 +64,28 @@ def named_arguments(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: 
     return found
 
 
+def results(output: Any) -> Found:
+    """Tensors of what a call has returned.
+
+    Example::
+
+        results((x, None, {"a": y}))        # [("0", x), ("2.a", y)]
+    """
+    if output.__class__ is torch.Tensor:
+        return [("", output)]
+    found: Found = []
+    if output.__class__ is tuple:
+        # Mostly a tensor and no bias: without a call.
+        for index, value in enumerate(output):
+            if value.__class__ is torch.Tensor:
+                found.append((str(index), value))
+            elif value is not None:
+                find_tensors(value, str(index), found, 1)
+    else:
+        find_tensors(output, "", found)
+    return found
+
+
 def with_other_tensors(
     value: Any, path: str, other: Callable[[str, torch.Tensor], torch.Tensor], depth: int = 0
 ) -> Any:

@@ -33,9 +33,10 @@ class Arriving:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """The gradient has come together."""
+        see = self.see
         with own_work():
             for place, moment in self.sightings:
-                self.see(place, gradient, moment)
+                see(place, gradient, moment)
 
 
 def await_gradient(tensor: torch.Tensor, see: See, place: Place, moment: Moment) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,7 @@ class Exchange:
     """One collective, send or receive: what goes in, where the result will be, with whom.
 
     ``peer`` is the number in the group of the other side of a send or receive, ``root`` that of the one member that
-    gives or gets. ``asynchronous`` is None where that cannot be known.
+    gives or gets. ``asynchronous`` is None where that cannot be known. ``options`` are those of a reducing call.
     """
 
     op: str
@@ -31,9 +32,15 @@ class Exchange:
     targets: list[torch.Tensor]
     peer: int | None = None
     root: int | None = None
-    reduction: str | None = None
+    options: Any = None
     asynchronous: bool | None = None
     tokens: list[tuple[Listener, Any]] = field(default_factory=list, repr=False)
+
+    @cached_property
+    def reduction(self) -> str | None:
+        """SUM, AVG, …: asked of the options only when it is wanted, which takes longer than all the rest."""
+        operation = getattr(self.options, "reduceOp", None)
+        return None if operation is None else str(getattr(operation, "op", operation)).rpartition(".")[2]
 
     @property
     def nbytes(self) -> int:

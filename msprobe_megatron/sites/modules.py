@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from msprobe_megatron.clock import Clock, Moment
-from msprobe_megatron.sites.arguments import Found, find_tensors, named_arguments, own_work
+from msprobe_megatron.sites.arguments import Found, named_arguments, own_work, results
 from msprobe_megatron.sites.arriving import See, await_gradient
 from msprobe_megatron.sites.module_hooks import ModuleHooks
 from msprobe_megatron.sites.stacks import call_stack
@@ -179,36 +179,34 @@ class ModuleSite:
                 return
             output = kwargs_and_output[-1]
             try:
-                if output.__class__ is torch.Tensor:
-                    found: Found = [("", output)]
-                else:
-                    found = []
-                    find_tensors(output, "", found)
                 with own_work():
-                    self._see(watched, "output", found)
+                    self._see(watched, "output", results(output))
             except Exception as error:
                 self._fault(error, f"output of {watched.entry.name}")
 
         return hook
 
     def _see(self, watched: _Watched, io: str, found: Found) -> None:
+        if not found:
+            return
         phase, moment, call = watched.current
         forward, backward = (
             (self._forward_in, self._backward_in) if io == "input" else (self._forward_out, self._backward_out)
         )
         # Under no_grad (the first pass of a checkpoint) the gradient will come through the recomputed tensor.
         backward = backward and torch.is_grad_enabled()
+        known, see, microbatch = watched.places, self._sink.see, moment.microbatch
         for path, tensor in found:
             if call:
                 path = f"call{call}.{path}" if path else f"call{call}"  # noqa: PLW2901
-            key = (io, path)
-            places = watched.places.get(key) or self._make_places(watched, io, path)
-            if places.absent:
+            places = known.get((io, path)) or self._make_places(watched, io, path)
+            activation, gradient, absent, see_value, see_gradient = places
+            if absent:
                 continue
-            if forward and places.see_value:
-                self._sink.see(places.activation, tensor, moment.microbatch, phase)
-            if backward and places.see_gradient and tensor.requires_grad:
-                await_gradient(tensor, self._see_gradient, places.gradient, moment)
+            if forward and see_value:
+                see(activation, tensor, microbatch, phase)
+            if backward and see_gradient and tensor.requires_grad:
+                await_gradient(tensor, self._see_gradient, gradient, moment)
 
     def _gradient(self) -> See:
         """What is done with the gradients of this step; one function a step, by which hooks are told apart."""

@@ -6,6 +6,7 @@ aloud, because a row that cannot exist must not be taken for one that was not as
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,6 +80,31 @@ def unseen(*sources: Any) -> list[str]:
                 shown = f"={value}" if spot.values else ""
                 found.setdefault(spot.option, f"{spot.option}{shown}: {spot.unseen}")
     return list(found.values())
+
+
+# Releases of megatron-core of which docs/hosts/table.md has rows.
+TRIED = ((0, 6), (0, 20))
+
+
+def untried(release: str | None) -> list[str]:
+    """A sentence if nobody has run the kit over this release of megatron-core: what it renamed would have no rows.
+
+    Example::
+
+        >>> untried("0.16.1"), untried("9.9.9")[0].partition(":")[0]
+        ([], 'megatron-core 9.9.9')
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", release or "")
+    if numbers is None:
+        return []
+    oldest, newest = TRIED
+    if oldest <= (int(numbers[1]), int(numbers[2])) <= newest:
+        return []
+    tried = " to ".join(".".join(map(str, numbers)) for numbers in TRIED)
+    return [
+        f"megatron-core {release}: this kit was tried with {tried}; what this release calls otherwise has no rows"
+        " (msprobe-megatron patches lists what binds)"
+    ]
 
 
 def compiled(chunks: Sequence[nn.Module]) -> list[str]:

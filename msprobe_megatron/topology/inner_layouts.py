@@ -50,11 +50,11 @@ def _of_linear(
     column = any(kind.endswith("ColumnParallelLinear") for kind in kinds)
     outputs = getattr(module, "output_size_per_partition", None) or getattr(module, "output_size", None)
     side = getattr(module, "input_size", None) if factor == "forward" else outputs
-    if len(shape) == _MATRIX and factor != "forward" and shape[0] != shape[1] and side in shape:
-        # The gradient of the output as a matrix, of all positions and samples, or its transposed.
-        columns = activation_spec(entry, "output", "0", _TOKENS, layout).dims[-1]
-        tokens = Dim("s*b", (Cut("cp", layout.cp_order),))
-        return ShardSpec((columns, tokens) if shape[0] == side else (tokens, columns))
+    if len(shape) == _MATRIX and factor != "forward" and shape[-1 if not factor else 0] == side:
+        # The gradient of the output as a matrix of all positions and samples; where it is a factor, its transposed.
+        columns = activation_spec(entry, "output", "0", _TOKENS, layout).dims[-1:]
+        tokens = (Dim("s*b", (Cut("cp", layout.cp_order),)),)
+        return ShardSpec((*columns, *tokens) if factor else (*tokens, *columns)) if columns else None
     if last != side or len(shape) != _TOKENS:
         return None
     if factor == ("forward" if column else "backward") and layout.sequence_parallel:

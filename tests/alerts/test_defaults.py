@@ -27,7 +27,7 @@ def test_five_times_the_gradients_in_a_real_job(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "name", "factor", "deviations"),
     [
-        ("loss", "lm loss", 1.4, 4),
+        ("loss", "lm loss", 1.6, 10),
         ("loss", "grad_norm", 5.0, 4),
         ("loss", "grad_norm", 0.4, 4),
         ("grad_reduced", "decoder.layers.0.mlp.linear_fc1.weight", 5.0, 10),
@@ -70,6 +70,23 @@ def test_what_clean_jobs_show_is_not_told(kind, name, factor):
         assert alert(number, (row(name, kind=kind), [np.exp(0.01 * random.standard_normal())])) == []
     assert alert(32, (row(name, kind=kind), [factor])) == []
     assert alert(33, (row(name, kind=kind), [1 / factor])) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "factor", "fires"), [(8, 4.0, False), (8, 1e6, True), (32, 2.5, False), (32, 6.0, True)]
+)
+def test_a_series_that_was_calm_by_chance(steps, factor, fires):
+    """Of eight steps: the noise of others of its kind counts, and less so the longer a series is known."""
+    random, names = np.random.default_rng(0), [f"decoder.layers.{i}.weight" for i in range(40)]
+    alert = Told(Alert("spike"))
+
+    def rows(first):
+        noisy = np.exp(0.3 * random.standard_normal(len(names)))
+        return [(row(n, kind="grad_reduced"), [first if i == 0 else noisy[i]]) for i, n in enumerate(names)]
+
+    for number in range(steps):
+        assert alert(number, *rows(1 + 1e-3 * random.standard_normal())) == []
+    assert [event["name"] for event in alert(steps, *rows(factor))] == names[:1] * fires
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import torch
 
-from msprobe_megatron.checkpoints.distributed_state import states_in_buffers
+from msprobe_megatron.checkpoints.distributed_state import places_of, states_in_buffers
 
 PRECISIONS = (torch.float32, torch.float32)
 
@@ -64,3 +64,17 @@ def test_a_weight_that_only_begins_alike_is_not_believed():
     moved[-1] += 1
     states, odd = states_in_buffers({0: {PRECISIONS: laid(moved)}}, [{"w": weight}])
     assert states == [] and [buffer.name for buffer in odd] == [f"0.{PRECISIONS}"]
+
+
+def test_a_buffer_that_holds_more_than_the_weights_is_not_believed():
+    torch.manual_seed(7)
+    weights = random(70, 5)
+    buffer = {kind: torch.cat([flat, torch.ones(3)]) for kind, flat in laid(*weights).items()}
+    states, odd = states_in_buffers({0: {PRECISIONS: buffer}}, [dict(zip("ab", weights, strict=True))])
+    assert states == [] and len(odd) == 1
+
+
+def test_a_place_that_leads_nowhere_is_given_up():
+    """The second weight fits at a multiple of 64 too, but then the third does not."""
+    weights = [torch.zeros(3), torch.zeros(4), torch.cat([torch.zeros(69), torch.tensor([5.0])])]
+    assert places_of(weights, torch.cat(weights)) == [0, 3, 7]

@@ -147,3 +147,18 @@ def test_what_a_product_does_not_read_is_not_what_is_nudged(tmp_path, rubbish, p
         assert rows[0]["different"] > 0
     else:
         assert rows[0]["max_rel"] != 0
+
+
+def test_such_memory_may_be_another_s_when_gradients_pass(tmp_path):
+    """Layers share it: what was written to it since does not keep the backward of a product from being examined."""
+    memory = torch.zeros(4, 16, 16)
+
+    def scores(x):
+        y = torch.baddbmm(memory, x, x.transpose(1, 2), beta=0.0)
+        memory.fill_(3.0)
+        return y
+
+    section = {"mode": "no_change", "stage": "backward", "list": ["baddbmm"]}
+    _, rows, _ = examined(tmp_path, scores, torch.randn(4, 16, 8), section, backward=True)
+    assert found(rows) == []
+    assert len(rows) == 2

@@ -201,3 +201,17 @@ def test_a_real_job_with_the_real_launcher(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.name for path in (tmp_path / "out/step_000001").iterdir()) == ["rank_00000", "rank_00001"]
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_notes_about_small_are_said_with_small(bench, small):
+    overlay = bench.folder / "own.yaml"
+    overlay.write_text(
+        "title: own\nmatch: {script: [pretrain_gpt.py]}\nprobe: {steps: [0], dump: {}}\n"
+        'notes: [always so, "leave --small away"]\n'
+    )
+    words = ("--small",) if small else ()
+    done = bench.run("--overlay", overlay, *words, "--", bench.recipe(PLAIN_SH), "to a place")
+    assert done.returncode == 0, done.stderr
+    assert "always so" in done.stdout
+    assert ("leave --small away" in done.stdout) is small

@@ -30,7 +30,7 @@ _SPIKE_OF_UPDATE = 6.0
 # Clipping makes one gradient smaller because others have grown.
 _SPIKE_OF_CLIPPED = 9.0
 _SPIKES = {"activation": _SPIKE_OF_ACTIVATION, "update": _SPIKE_OF_UPDATE, "grad_clipped": _SPIKE_OF_CLIPPED}
-# There is one loss and one norm of all gradients, and thousands of tensors to be wrong about.
+# There is one norm of all gradients a step, and thousands of tensors to be wrong about.
 _OF_THE_WHOLE_JOB = 0.4
 # Which tokens a router sends where changes from step to step, and with it what experts and the router itself learn.
 _SPIKE_OF_ROUTED = 29.0
@@ -185,7 +185,7 @@ class Spike(Rule):
         if self._known is None or self._known[0] is not rows:
             asked = self.alert.threshold
             ratios = [asked if asked is not None else _usual_ratio(row) for row in rows]
-            shares = [_OF_THE_WHOLE_JOB if row.kind == "loss" else 1.0 for row in rows]
+            shares = [_OF_THE_WHOLE_JOB if row.kind == "loss" and row.name == "grad_norm" else 1.0 for row in rows]
             self._known = (rows, np.log1p(np.array(ratios, np.float64)), np.array(shares, np.float64))
         return self._known[1], self._known[2]
 

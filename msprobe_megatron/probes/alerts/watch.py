@@ -110,7 +110,7 @@ def _event(rows: StepRows, alert: Alert, hit: Hit, hits: int) -> dict[str, Any]:
     row = rows.rows[hit.row]
     label = f"{row.name}{' ' + row.io if row.io else ''}{' ' + row.path if row.path else ''} ({row.kind})"
     at = "" if row.microbatch is None else f", microbatch {row.microbatch}"
-    others = f"; {hits - 1} more tensors" if hits > 1 else ""
+    others = f"; {hits - 1} more tensor{'' if hits == 2 else 's'}" if hits > 1 else ""  # noqa: PLR2004
     event = {
         "event": "alert",
         "rule": alert.rule,

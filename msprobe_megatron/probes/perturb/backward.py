@@ -35,6 +35,8 @@ class _Waiting:
         self.api, self.name, self.in_step, self.where, self.function = api, name, in_step, where, function
         self.args, self.kwargs = twins.convert(args, torch.Tensor.detach), twins.convert(kwargs, torch.Tensor.detach)
         self.versions = [(x, x._version, x.shape) for x in twins.tensors_of((args, kwargs))]
+        # Memory that a call does not read may be another's by now.
+        self._unread = checks.ignored(args, kwargs)
         self._variables = [_variable(x) for x, _, _ in self.versions]
         self.grad_output: torch.Tensor | None = None
         self.missing = 0
@@ -46,7 +48,9 @@ class _Waiting:
         return {place for place, variable in enumerate(self._variables) if variable == self._variables[number]}
 
     def intact(self) -> bool:
-        return all(x._version == version and x.shape == shape for x, version, shape in self.versions)
+        return all(
+            x.shape == shape and (x._version == version or x is self._unread) for x, version, shape in self.versions
+        )
 
 
 class BackwardExaminer:

@@ -192,10 +192,10 @@ def _first_changed(
     """Arguments with the first floating tensor changed that is read, and that tensor before and after."""
     args, kwargs = case.args, case.kwargs
     moved: list[tuple[torch.Tensor, torch.Tensor]] = []
-    ignored = _ignored(*args[:2]) if case.stage == "backward" and case.forward is not None else _ignored(args, kwargs)
+    unread = ignored(*args[:2]) if case.stage == "backward" and case.forward is not None else ignored(args, kwargs)
 
     def first(x: torch.Tensor) -> torch.Tensor:
-        if moved or x is ignored or not x.is_floating_point():
+        if moved or x is unread or not x.is_floating_point():
             return x
         y = change(x)
         if y is None:
@@ -206,8 +206,13 @@ def _first_changed(
     return twins.convert(args, first), twins.convert(kwargs, first), moved[0] if moved else None
 
 
-def _ignored(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `baddbmm` is given to add, times a beta of 0: memory that nobody has written to, as attention has it."""
+def ignored(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `baddbmm` is given to add, times a beta of 0: memory that nobody has written to, as attention has it.
+
+    Example::
+
+        ignored((buffer, q, k), {"beta": 0.0}) is buffer
+    """
     return args[0] if args and kwargs.get("beta") == 0 else None
 
 
@@ -219,9 +224,9 @@ def input_sum(case: Case, line: torch.Tensor) -> None:
     if line.is_cpu and not line[_NAN] > 0:
         return
     total: Any = 0.0
-    ignored = _ignored(case.args, case.kwargs)
+    unread = ignored(case.args, case.kwargs)
     for value in (*case.args, *case.kwargs.values()):
-        if isinstance(value, torch.Tensor) and value is not ignored and value.is_floating_point():
+        if isinstance(value, torch.Tensor) and value is not unread and value.is_floating_point():
             total = total + value.detach().sum(dtype=torch.float32)
     line[_SUM] = total
 

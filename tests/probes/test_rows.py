@@ -1,0 +1,126 @@
+"""The compiled writer of rows and `DumpProbe` in Python write the same, and number it the same."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from msprobe_megatron import native
+from msprobe_megatron.clock import Clock
+from msprobe_megatron.config import DumpConfig
+from msprobe_megatron.probes.dump import DumpProbe
+from msprobe_megatron.record.slots import SlotTable
+from msprobe_megatron.topology.places import Place
+from msprobe_megatron.topology.shards import ShardSpec
+
+
+def place(name, extra=None):
+    spec = ShardSpec.unmergeable("none of its own")
+    return Place("activation", name, "output", "", "Linear", 0, -1, lambda shape: spec, lambda axis: 1, None, extra)
+
+
+def probe(compiled, **limits):
+    native.load()
+    clock = Clock()
+    clock.start_step(3)
+    made = DumpProbe(DumpConfig(), clock, SlotTable(torch.device("cpu"), **limits))
+    if made._page.write is None:
+        pytest.skip(f"no compiled look: {native.why_no_look()}")
+    if not compiled:
+        made._new_page = lambda: type(made._page)()
+        made._page = made._new_page()
+    return made
+
+
+def sightings():
+    """Places and tensors, some of them again: another shape, dtype, version or class at a place that is known."""
+    first, second, third = place("a"), place("b", '{"bytes": 8}'), place("c")
+    x = torch.arange(24.0).reshape(4, 6)
+    weight = nn.Parameter(torch.full((3, 3), 2.0))
+    for at in (first, second, first, third):
+        for tensor in (
+            x,
+            x,
+            x.view(6, 4),
+            x[:, ::2],
+            x.t(),
+            x.double(),
+            x > 3,
+            weight,
+            torch.tensor(1.5),
+            x.to_sparse(),
+        ):
+            yield at, tensor
+        yield at, torch.view_as_complex(x.view(12, 2))
+        yield at, torch.empty(0, 3)
+        x.add_(1)
+        yield at, x
+
+
+def test_rows_and_figures_are_those_of_python():
+    found = []
+    for compiled in (True, False):
+        one = probe(compiled)
+        places = {}
+        for step in range(2):
+            for number, (at, tensor) in enumerate(sightings()):
+                same = places.setdefault(at.name, at)
+                one.see(same, tensor, None if number % 5 == 0 else number % 3, "forward" if step else "backward")
+            batch = one.finish(complete=True, sites={})
+            cells = [
+                (row.seq, row.microbatch, row.phase, row.place.name, tuple(row.layout), row.dtype, row.slot, row.extra)
+                for row in batch.rows
+            ]
+            figures = [part.tobytes() for part in batch.slots.wait()]
+            found.append((compiled, cells, figures, one._clock.seq, one.unmeasured, one.late))
+    ours, theirs = found[:2], found[2:]
+    assert [one[1:] for one in ours] == [one[1:] for one in theirs]
+    cells = ours[1][1]
+    assert [row[0] for row in cells[:3]] == [len(cells), len(cells) + 1, len(cells) + 2]  # seq is the clock's
+    assert {row[7] for row in cells} == {None, '{"bytes": 8}'}
+
+
+def test_figures_are_right():
+    one = probe(compiled=True)
+    at, x = place("a"), torch.linspace(-1, 2, 300)[::3]
+    for _ in range(2):
+        one.see(at, x, 0, "forward")
+    one.see(at, x, 0, "forward")
+    batch = one.finish(complete=True, sites={})
+    values = x.numpy().astype(np.float64)
+    figures = batch.slots.wait()[0]
+    assert [row.slot for row in batch.rows] == [0, 0, 0] and len(figures) == 1
+    expected = [values.min(), values.max(), values.sum(), (values**2).sum(), np.abs(values).max()]
+    assert figures[0].tolist() == pytest.approx(expected, rel=1e-13)
+
+
+def test_no_room_is_no_row_and_counted_once():
+    one = probe(compiled=True, rows_per_block=1, limit_bytes=2 * 1400)
+    at = place("a")
+    kept = [torch.full((2,), float(n)) for n in range(5)]
+    for x in (*kept, *kept):
+        one.see(at, x, 0, "forward")
+    dropped = one.ledger()["no_room"]
+    batch = one.finish(complete=True, sites={})
+    assert len(batch.slots) == 2 and dropped == 6 and len(batch.rows) == 4  # 1 of the first is seen in Python
+
+
+def test_many_places_do_not_mix():
+    one = probe(compiled=True)
+    x, y = torch.ones(2), torch.ones(3)
+    places = [place(f"p{n}") for n in range(20_000)]
+    for _ in range(2):
+        for at in places:
+            one.see(at, x if at.name.endswith("7") else y, 0, "forward")
+    rows = list(one.finish(complete=True, sites={}).rows)
+    assert [row.place for row in rows] == places * 2
+    assert all(row.layout.shape == ((2,) if row.place.name.endswith("7") else (3,)) for row in rows)
+
+
+def test_a_fault_of_the_caller_is_raised():
+    one = probe(compiled=True)
+    with pytest.raises(TypeError, match="place, tensor, microbatch, phase"):
+        one._page.write(place("a"))
+    with pytest.raises(AttributeError):
+        one._page.write(None, torch.ones(2), 0, "forward")
+    assert one._page.write(place("a"), "no tensor", 0, "forward") is None
