@@ -35,6 +35,17 @@ def installed_patches() -> tuple[list[dict[str, Any]], str]:
         found.apply()
     ledger = found.ledger()
     found.revert()
+    return ledger, f"patches on {_found()} (nothing stays patched)"
+
+
+def _found() -> str:
     version = host_version()
-    found_what = "no megatron-core is installed here" if version == "not imported" else f"megatron-core {version}"
-    return ledger, f"patches on {found_what} (nothing stays patched)"
+    if version != "not imported":
+        return f"megatron-core {version}"
+    try:
+        importlib.import_module("megatron.core")
+    except ImportError as error:
+        # One that is there and lacks a part of itself is not the same as none.
+        if error.name not in ("megatron", "megatron.core"):
+            return f"a megatron-core that cannot be imported: {error}"
+    return "no megatron-core is installed here"

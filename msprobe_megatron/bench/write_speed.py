@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import statistics
 import tempfile
 import threading
@@ -30,13 +31,15 @@ def speeds(out: Path, turns: int) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     tensors = _tensors()
     times: dict[str, list[float]] = {"ours": [], "plain": [], "held up": []}
-    for turn in range(turns):
-        with tempfile.TemporaryDirectory(prefix="msprobe_speed_", dir=out) as folder:
-            times["plain"].append(_plain(tensors, Path(folder) / "plain.bin"))
-        with tempfile.TemporaryDirectory(prefix="msprobe_speed_", dir=out) as folder:
-            ours, held = _ours(tensors, Path(folder) / "run", turn)
-            times["ours"].append(ours)
-            times["held up"].append(held)
+    with tempfile.TemporaryDirectory(prefix="msprobe_speed_", dir=out) as folder, _kit(Path(folder) / "run") as write:
+        for turn in range(turns + 1):
+            # Each begins every other turn: who comes second finds the memory that the first has given back.
+            plain = _plain(tensors, Path(folder) / "plain.bin") if turn % 2 else 0.0
+            ours, held = write(tensors, turn)
+            plain = plain or _plain(tensors, Path(folder) / "plain.bin")
+            if turn:  # the first one is that of a job: its buffers are used again
+                for name, seconds in (("ours", ours), ("plain", plain), ("held up", held)):
+                    times[name].append(seconds)
     ours, plain, held = (statistics.median(times[name]) for name in ("ours", "plain", "held up"))
     return {
         "bytes": _SPEED_BYTES,
@@ -58,8 +61,14 @@ def why_slow(out: Path) -> str:
     with tempfile.TemporaryDirectory(prefix="msprobe_speed_", dir=out) as folder, _watched_sync(seconds):
         plain = _plain(tensors, Path(folder) / "plain.bin")
     own_sync = seconds.pop(_sync_here())
-    with tempfile.TemporaryDirectory(prefix="msprobe_speed_", dir=out) as folder, _watched(seconds):
-        ours, held = _ours(tensors, Path(folder) / "run", 0)
+    with (
+        tempfile.TemporaryDirectory(prefix="msprobe_speed_", dir=out) as folder,
+        _watched(seconds),
+        _kit(Path(folder) / "run") as write,
+    ):
+        write(tensors, 0)  # fills the buffers
+        seconds.clear()
+        ours, held = write(tensors, 1)
     sync = sum(part for name, part in seconds.items() if name.startswith(_SYNC) and name != _sync_here())
     rest = seconds["write"] - seconds["fill"] - sync
     training = {"copies": held - seconds["submit"], "waits for room": seconds["submit"]}
@@ -86,7 +95,8 @@ def _watched(seconds: dict[str, float]) -> Iterator[None]:
 
     with (
         mock.patch.object(Writer, "submit", _timed(Writer.submit, seconds, "submit")),
-        mock.patch.object(TensorPack, "write", _timed(TensorPack.write, seconds, "write")),
+        mock.patch.object(TensorPack, "begin", _timed(TensorPack.begin, seconds, "write")),
+        mock.patch.object(Writer, "_finish", _timed(Writer._finish, seconds, "write")),
         mock.patch.object(TensorPack, "fill", _timed(TensorPack.fill, seconds, "fill")),
         _watched_sync(seconds),
     ):
@@ -127,11 +137,14 @@ def _plain(tensors: list[Any], path: Path) -> float:
             file.write(tensor.numpy().data)
         file.flush()
         os.fsync(file.fileno())
-    return time.perf_counter() - began
+    took = time.perf_counter() - began
+    path.unlink()
+    return took
 
 
-def _ours(tensors: list[Any], path: Path, step: int) -> tuple[float, float]:
-    """Seconds until all is on the disk, and seconds in which the thread that trains could not train."""
+@contextlib.contextmanager
+def _kit(path: Path) -> Iterator[Callable[[list[Any], int], tuple[float, float]]]:
+    """A job's writer: seconds until all is on the disk, and seconds in which the thread that trains could not train."""
     from msprobe_megatron import backends
     from msprobe_megatron.record.directory import RunDirectory
     from msprobe_megatron.record.schema import IDENTITY_COLUMNS
@@ -142,15 +155,22 @@ def _ours(tensors: list[Any], path: Path, step: int) -> tuple[float, float]:
     directory = RunDirectory.create(path)
     writer = Writer(directory, dict.fromkeys(IDENTITY_COLUMNS, 0), 4 * _SPEED_BYTES, faults.append)
     packs = TensorPacks(backends.select().to_host, writer.submit)
-    began = time.perf_counter()
-    for tensor in tensors:
-        packs.add(step, tensor)
-    packs.finish()
-    held = time.perf_counter() - began
-    writer.flush()
-    took = time.perf_counter() - began
-    writer.close()
-    directory.close()
-    if faults:
-        raise faults[0]
-    return took, held
+
+    def write(tensors: list[Any], step: int) -> tuple[float, float]:
+        began = time.perf_counter()
+        for tensor in tensors:
+            packs.add(step, tensor)
+        packs.finish()
+        held = time.perf_counter() - began
+        writer.flush()
+        took = time.perf_counter() - began
+        if faults:
+            raise faults[0]
+        shutil.rmtree(path / f"step_{step:06d}")
+        return took, held
+
+    try:
+        yield write
+    finally:
+        writer.close()
+        directory.close()

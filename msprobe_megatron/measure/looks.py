@@ -1,4 +1,4 @@
-"""Identity, memory of what was seen, and statistics of a tensor in one compiled call.
+"""Identity, memory of what was seen, statistics and row of a tensor in one compiled call.
 
 Stands before `once` and `measurer` in a probe that wants statistics only: a plain tensor of host memory needs
 neither of them. What the call does not take goes the way through Python, which gives the same.
@@ -7,7 +7,7 @@ neither of them. What the call does not take goes the way through Python, which 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ from msprobe_megatron.native.looking import NO_ROOM, NOT_MINE
 
 __all__ = ["NOT_MINE", "NO_ROOM", "Look", "WriteRow", "looks", "row_writer"]
 
-WriteRow = Callable[[Any, torch.Tensor, int | None, str], "tuple[Any, ...] | bool | None"]
+WriteRow = Callable[[Any, torch.Tensor, int | None, str], tuple[Any, ...] | Literal[False] | None]
 
 
 class Look(Protocol):
@@ -61,8 +61,8 @@ def looks(measurer: Measurer, take: Callable[[], int]) -> Callable[[], Look] | N
 def row_writer(look: Look, weights: Look, clock: Any, dtypes: dict[torch.dtype, str]) -> WriteRow:
     """What writes the row of a tensor in one compiled call: looks at it, and numbers it by ``clock.seq``.
 
-    Gives the cells of a `Sighting`, False without a free slot, and None for what has to be seen in Python: a tensor that
-    the look does not take, or a shape or a dtype that the place and ``dtypes`` do not know yet.
+    Gives the cells of a `Sighting`, False without a free slot, and None for what has to be seen in Python: a tensor
+    that the look does not take, or a shape or a dtype that the place and ``dtypes`` do not know yet.
 
     Example::
 

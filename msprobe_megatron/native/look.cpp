@@ -1,8 +1,8 @@
 // Which tensor is this, has it been measured, and if not, measure it: one call for what takes twenty in Python.
 //
 // Compiled by build.py against the headers of the torch and the Python that are running, and only used with them. Reads
-// the fields of a tensor and changes none. The twin in Python is measure/once.py; what is not a plain strided tensor of host
-// memory is left to it. The interpreter's lock is held throughout.
+// the fields of a tensor and changes none. The twins in Python are measure/once.py and DumpProbe; what is not a plain
+// strided tensor of host memory is left to them. The interpreter's lock is held throughout.
 
 #include <Python.h>
 #include <c10/core/StorageImpl.h>

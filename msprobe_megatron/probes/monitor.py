@@ -189,11 +189,8 @@ class MonitorProbe:
 
     def finish(self) -> MonitorBatch:
         """The step's rows, ready for the writer; the probe is ready for the next step."""
-        with self._noting:
-            return self._finished()
-
-    def _finished(self) -> MonitorBatch:
-        self._turn += 1
+        with self._noting:  # who is making a row ends it first; from here on other threads come too late
+            self._turn += 1
         if self._at < len(self._keys):
             self._part_from(self._at)
         self._seen.forget_all()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 from msprobe_megatron.record.directory import RunDirectory, put
 from msprobe_megatron.record.json_text import json_text
@@ -72,12 +72,19 @@ class Batch(Protocol):
         """It was dropped."""
 
 
-@runtime_checkable
 class LargeBatch(Batch, Protocol):
     """A batch of one file so large that the disk is best given several of them at once."""
 
     def begin(self, directory: RunDirectory, identity: Mapping[str, int]) -> Unfinished:
         """Write the file but for its way to the disk."""
+
+
+def is_large(batch: Batch) -> TypeGuard[LargeBatch]:
+    """Whether a batch can be begun and finished together with others.
+
+    Example: ``is_large(TensorPack(step=3, number=0))``.
+    """
+    return hasattr(batch, "begin")
 
 
 class SitesFile:

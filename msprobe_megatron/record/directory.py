@@ -18,6 +18,8 @@ from msprobe_megatron.record.json_text import json_text
 from msprobe_megatron.record.safe_files import (
     RunDirectoryError,
     RunTaken,
+    Unfinished,
+    begin_file,
     components,
     create_file,
     directory_below,

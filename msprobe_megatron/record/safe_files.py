@@ -208,8 +208,7 @@ def begin_file(name: str, above: int, fill: Callable[[IO[bytes]], None]) -> Unfi
 
 
 def finish_files(files: Sequence[Unfinished]) -> None:
-    """The second half, for several at once: the disk has to be waited for once. All of them appear, or those that do are
-    whole.
+    """The second half, for several at once, so that the disk is waited for once; what appears is whole.
 
     Example::
 
@@ -218,6 +217,7 @@ def finish_files(files: Sequence[Unfinished]) -> None:
     try:
         for one in files:
             sync(one.file.fileno())
+            one.file.close()
         for one in files:
             os.rename(one.temporary, one.name, src_dir_fd=one.folder, dst_dir_fd=one.folder)
         folders = {(found.st_dev, found.st_ino): one.folder for one in files if (found := os.fstat(one.folder))}
@@ -225,7 +225,8 @@ def finish_files(files: Sequence[Unfinished]) -> None:
             sync(folder)
     finally:
         for one in files:
-            one.file.close()
-            with contextlib.suppress(FileNotFoundError):  # renamed, as it should be
+            with contextlib.suppress(OSError):
+                one.file.close()
+            with contextlib.suppress(OSError):  # renamed, as it should be
                 os.unlink(one.temporary, dir_fd=one.folder)
             os.close(one.folder)

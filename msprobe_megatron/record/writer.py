@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from msprobe_megatron.record.batches import Batch, LargeBatch, WriterCounts
+from msprobe_megatron.record.batches import Batch, WriterCounts, is_large
 from msprobe_megatron.record.directory import RunDirectory
 from msprobe_megatron.record.safe_files import Unfinished, finish_files
 from msprobe_megatron.record.schema import IDENTITY_COLUMNS
@@ -180,7 +180,7 @@ class Writer:
         if self._faulted or self._over_limit(batch, begun):
             return found
         try:
-            if isinstance(batch, LargeBatch):
+            if is_large(batch):
                 found.file = batch.begin(self._directory, self._identity)
                 found.written = found.file.size
             else:
@@ -194,7 +194,7 @@ class Writer:
         """Whether the next batch is one that can go to the disk together with these."""
         with self._changed:
             room = begun[-1].file is not None and len(begun) < _TOGETHER
-            return room and bool(self._queue) and isinstance(self._queue[0][0], LargeBatch)
+            return room and bool(self._queue) and is_large(self._queue[0][0])
 
     def _finish(self, begun: list[_Begun]) -> None:
         files = [one.file for one in begun if one.file is not None]

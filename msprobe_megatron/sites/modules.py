@@ -154,10 +154,10 @@ class ModuleSite:
     def _before(self, watched: _Watched) -> Callable[..., None]:
         # A hook that is taken away while torch walks over the hooks is still called, then without the kwargs.
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-            if not self._active or kwargs is None or (self._clock.away and self._clock.apart()):
+            if not self._active or kwargs is None or (clock.away and clock.apart()):
                 return
             try:
-                now = self._clock.calling()
+                now = clock.calling()
                 calls = watched.calls
                 call = calls.get(now, 0)
                 calls[now] = call + 1
@@ -170,20 +170,20 @@ class ModuleSite:
             except Exception as error:
                 self._fault(error, f"input of {watched.entry.name}")
 
-        inputs = self._forward_in or self._backward_in
+        clock, inputs = self._clock, self._forward_in or self._backward_in
         return hook
 
     def _after(self, watched: _Watched) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> None:
-            if not self._active or (self._clock.away and self._clock.apart()):
+            if not self._active or (clock.away and clock.apart()):
                 return
-            output = kwargs_and_output[-1]
             try:
                 with own_work():
-                    self._see(watched, "output", results(output))
+                    self._see(watched, "output", results(kwargs_and_output[-1]))
             except Exception as error:
                 self._fault(error, f"output of {watched.entry.name}")
 
+        clock = self._clock
         return hook
 
     def _see(self, watched: _Watched, io: str, found: Found) -> None:

@@ -57,7 +57,8 @@ JOB = ("-m", "msprobe_megatron.run", "pretrain_gpt.py", "--msprobe-config", "pro
 def test_a_release_whose_schedules_have_other_names(tmp_path):
     done = run(tmp_path, {}, *JOB)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    (said,) = done.stderr.splitlines()
+    untried, said = done.stderr.splitlines()
+    assert "megatron-core 9.9.0: this kit was tried with" in untried
     assert all(word in said for word in ("cannot patch", "forward_backward_no_pipelining", "megatron-core is 9.9.0"))
 
 
@@ -81,3 +82,12 @@ def test_without_megatron(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "no megatron-core is installed here" in done.stdout
     assert (tmp_path / "out/step_000000/rank_00000/records.parquet").is_file()
+
+
+def test_a_release_that_lacks_a_module_of_its_own(tmp_path):
+    (tmp_path / "look.py").write_text("from msprobe_megatron.cli import main\nmain(['patches'])\n")
+    done = run(tmp_path, {"megatron/core/__init__.py": "import megatron.core.nowhere\n"}, "look.py")
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "a megatron-core that cannot be imported: No module named 'megatron.core.nowhere'" in " ".join(
+        done.stdout.split()
+    )

@@ -65,6 +65,10 @@ def test_the_comparison_sees_every_kind(watched):
         expected = {"activation|input", "activation|output", "gradient|input", "gradient|output", "grad_reduced|weight"}
         expected |= {"grad_clipped|weight", "optimizer_state|exp_avg", "optimizer_state|exp_avg_sq", "update|change"}
         expected |= {"optimizer_state|sign_agreement", "parameter|weight", "update|ratio", "loss|value"}
+        expected |= {"grad_unreduced|weight", "scalar|attention_entropy", "scalar|attention_logit"}
+        expected |= {"scalar|spectral_norm", "scalar|stable_rank"}
+        routed = {"scalar|expert_load", "scalar|dropped_tokens", "scalar|router_entropy"}
+        expected |= routed if name == "ep2" else set()
         assert expected <= kinds, name
     assert any("optimizer_state|" in key and "master" in key for key in watched.job("dp4")[1][0]["found"])
 

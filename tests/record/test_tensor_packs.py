@@ -1,6 +1,7 @@
 """Packs of tensors: what is in the files is what was seen, though buffers are used again and tensors change."""
 
 import json
+import os
 import struct
 
 import numpy as np
@@ -9,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.record.schema import IDENTITY_COLUMNS
 from msprobe_megatron.record.slots import clone_to_host
 from msprobe_megatron.record.tensors import HostBuffers, TensorPack, TensorPacks
+from msprobe_megatron.record.writer import Writer
 
 
 def read(content):
@@ -128,3 +131,63 @@ def test_a_system_without_large_pages_has_small_ones(monkeypatch):
     monkeypatch.delattr("mmap.MADV_HUGEPAGE", raising=False)
     buffer = HostBuffers(1 << 12).take()
     assert buffer.shape == (1 << 12,) and buffer.fill_(7).sum() == 7 << 12
+
+
+class Syncs:
+    """What is brought to the disk, in order: names of files, and `folder`; fails at the file of a number."""
+
+    def __init__(self, monkeypatch, fail_at=None):
+        self.seen, self._fail_at, self._fsync = [], fail_at, os.fsync
+        monkeypatch.setattr("os.fsync", self)
+
+    def __call__(self, descriptor):
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if ".safetensors" in name:
+            self.seen.append(name.split(".")[1])
+            if len([one for one in self.seen if one != "folder"]) == self._fail_at:
+                raise OSError(28, "No space left on device")
+        elif name.startswith("rank_"):
+            self.seen.append("folder")
+        self._fsync(descriptor)
+
+
+def written_at_once(tmp_path, count):
+    """Packs of one tensor each that all wait when the writer comes to them."""
+    faults = []
+    directory = RunDirectory.create(tmp_path / "run")
+    writer = Writer(directory, dict.fromkeys(IDENTITY_COLUMNS, 0), 1 << 20, faults.append)
+    waiting = []
+    packs = TensorPacks(clone_to_host, waiting.append, pack_bytes=64)
+    keys = [packs.add(0, torch.full((16,), float(n))) for n in range(count)]
+    packs.finish()
+    with writer._changed:
+        for pack in waiting:
+            assert writer.submit(pack)
+    assert writer.flush(60)
+    writer.close()
+    directory.close()
+    return keys, writer.counts, faults
+
+
+def test_packs_that_wait_go_to_the_disk_together(tmp_path, monkeypatch):
+    syncs = Syncs(monkeypatch)
+    keys, counts, faults = written_at_once(tmp_path, 11)
+    assert not faults and counts.tensors_written == 11 and counts.tensors_dropped == 0
+    folder = tmp_path / "run/step_000000/rank_00000"
+    assert syncs.seen.count("folder") == 2 and syncs.seen[8] == syncs.seen[-1] == "folder"
+    assert len(syncs.seen) == 13 and len(set(syncs.seen)) == 12
+    found = {key: x for file in sorted(folder.glob("*.safetensors")) for key, x in load_file(file).items()}
+    assert len(list(folder.iterdir())) == 11, "no temporary file stays"
+    assert {key: float(x[0]) for key, x in found.items()} == {key: float(n) for n, key in enumerate(keys)}
+
+
+def test_a_fault_on_the_way_to_the_disk_leaves_whole_files_or_none(tmp_path, monkeypatch):
+    Syncs(monkeypatch, fail_at=10)
+    opened = len(os.listdir("/proc/self/fd"))
+    keys, counts, faults = written_at_once(tmp_path, 11)
+    assert [fault.errno for fault in faults] == [28]
+    assert (counts.tensors_written, counts.tensors_dropped) == (8, 3)
+    files = sorted((tmp_path / "run/step_000000/rank_00000").iterdir())
+    first = [float(load_file(file)[key][0]) for file, key in zip(files, keys, strict=False)]
+    assert first == [float(n) for n in range(8)]
+    assert len(files) == 8 and len(os.listdir("/proc/self/fd")) == opened
