@@ -22,30 +22,30 @@ def installed_patches() -> tuple[list[dict[str, Any]], str]:
 
         cpu.install()
     patches: list[Patch] = declared("arguments", "functions", "recording", "gradients")
+    broken: list[str] = []
     with warnings.catch_warnings():
         # What Megatron lacks here (TransformerEngine, Apex) is not the question.
         warnings.simplefilter("ignore")
         for patch in patches:
             for target in patch.targets:
-                with contextlib.suppress(ImportError):
-                    importlib.import_module(target.partition(":")[0])
+                module = target.partition(":")[0]
+                try:
+                    importlib.import_module(module)
+                except ImportError as error:
+                    # One that is there and lacks another part of itself is not the same as none.
+                    if error.name and not module.startswith(error.name):
+                        broken.append(str(error))
     found = PatchSet(patches, _Nobody())
     # A required target that is missing is what the table is there to show.
     with contextlib.suppress(PatchError):
         found.apply()
     ledger = found.ledger()
     found.revert()
-    return ledger, f"patches on {_found()} (nothing stays patched)"
+    return ledger, f"patches on {_found(broken)} (nothing stays patched)"
 
 
-def _found() -> str:
+def _found(broken: list[str]) -> str:
     version = host_version()
     if version != "not imported":
         return f"megatron-core {version}"
-    try:
-        importlib.import_module("megatron.core")
-    except ImportError as error:
-        # One that is there and lacks a part of itself is not the same as none.
-        if error.name not in ("megatron", "megatron.core"):
-            return f"a megatron-core that cannot be imported: {error}"
-    return "no megatron-core is installed here"
+    return f"a megatron-core that cannot be imported: {broken[0]}" if broken else "no megatron-core is installed here"

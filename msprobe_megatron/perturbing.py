@@ -187,10 +187,12 @@ class Perturbing(Part):
 
     def _submit(self) -> None:
         self._pending, self._submitted = 0, time.monotonic()
-        found, self._examiner.found = self._examiner.found, []
-        if found:
+        with self._figures.changing:
+            found, self._examiner.found = self._examiner.found, []
+            figures = self._figures.seal() if found else None
+        if figures is not None:
             self.examined += len(found)
-            self._job.submit(PerturbBatch(found, self._figures.seal(), self._tell, self._verdicts, self._preheat))
+            self._job.submit(PerturbBatch(found, figures, self._tell, self._verdicts, self._preheat))
 
     def _tell(self, seen: Examined, verdict: Verdict) -> None:
         """In the writer thread: one line for each operator that was found, the first few of them."""

@@ -63,7 +63,7 @@ class HostBuffers:
         buffers.give(buffer)
     """
 
-    def __init__(self, size: int, keep: int = 4) -> None:
+    def __init__(self, size: int, keep: int = 8) -> None:
         self._size, self._keep = size, keep
         self._free: list[torch.Tensor] = []
 

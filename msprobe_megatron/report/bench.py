@@ -191,7 +191,7 @@ def _cells(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
     # What a bench adds for itself comes after what all have, under its own key.
     more = dict.fromkeys(key for line in lines for key, value in line.items() if value is not None)
     more = {key: None for key in more if key not in _KNOWN and key not in _NO_COLUMN}
-    columns += [(key.replace("_", " "), key, "{}") for key in more]
+    columns += [(key.replace("_", " "), key, "size" if key.startswith("bytes_") else "{}") for key in more]
     return [heading for heading, _, _ in columns], [
         [_text(line.get(key), form) for _, key, form in columns] for line in lines
     ]

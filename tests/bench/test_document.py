@@ -4,6 +4,7 @@ import json
 
 from msprobe_megatron.bench.document import document
 from msprobe_megatron.bench.targets import verdicts
+from msprobe_megatron.report.bench import markdown_table
 
 MACHINE = {"processor": "p", "cores": 2, "memory_bytes": 1 << 30, "device": "cpu", "load": 0.5, "system": "s"}
 
@@ -87,3 +88,8 @@ def test_what_is_asked_of_each_kind_of_figure():
         ("d host synchronisations", True),
         ("e", False),  # a line that has a ratio is asked about its ratio
     ]
+
+
+def test_bytes_of_any_number_of_ranks_are_sizes():
+    table = markdown_table([{"name": "model:L1", "bytes": 1 << 20, "bytes_of_16_ranks": 3 << 30}])
+    assert "| model:L1 | 1.0 MiB | 3.0 GiB |" in table and "bytes of 16 ranks" in table

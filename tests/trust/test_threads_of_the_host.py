@@ -338,3 +338,26 @@ def test_a_child_forked_while_locks_are_held_does_not_wait(tmp_path):
     optimizer.step()
     session.close()
     assert errors == [] and faults(tmp_path / "out")[0] == []
+
+
+def test_what_perturb_examines_while_its_figures_are_handed_over(tmp_path):
+    """The line was taken from the figures that are on their way: no later row may name it."""
+    model, optimizer, probe = armed(tmp_path, SECTIONS["forward"])
+    session = attach(model, optimizer, probe)
+    part = session.parts.all[0]
+    check, handed = part._examiner._check, []
+
+    def slowly(case, line):
+        check(case, line)
+        if not handed and part._examiner.found:
+            handed.append(len(part._examiner.found))
+            part._submit()
+
+    part._examiner._check = slowly
+    for _ in range(2):
+        model(torch.ones(8, 8)).sum().backward()
+        optimizer.step()
+    lines = [row.line for row in part._examiner.found]
+    assert handed and lines and lines == sorted(set(lines))
+    session.close()
+    assert faults(tmp_path / "out")[0] == []

@@ -166,6 +166,7 @@ class Examiner:
             self.cannot["no room"] += 1
             self.reasons["no room"] = "limits.host_memory is too small for so many rows between two files"
             return
+        turn = self._figures.turn
         number, line = self._figures.take()
         try:
             (check or self._check)(case, line)
@@ -177,27 +178,29 @@ class Examiner:
             self.note_cannot(case.api, error)
             return
         live = case.live
-        self.found.append(
-            Examined(
-                number,
-                self._clock.step,
-                self._clock.tick(),
-                name,
-                case.api,
-                in_step,
-                where.chunk,
-                where.phase,
-                where.moment.microbatch,
-                path,
-                case.kind,
-                case.terms,
-                str(live.dtype).removeprefix("torch."),
-                tuple(live.shape),
-                self.asked.mode,
-                self.asked.stage,
-                self.profile,
-            )  # fmt: skip
-        )
+        seen = Examined(
+            number,
+            self._clock.step,
+            self._clock.tick(),
+            name,
+            case.api,
+            in_step,
+            where.chunk,
+            where.phase,
+            where.moment.microbatch,
+            path,
+            case.kind,
+            case.terms,
+            str(live.dtype).removeprefix("torch."),
+            tuple(live.shape),
+            self.asked.mode,
+            self.asked.stage,
+            self.profile,
+        )  # fmt: skip
+        with self._figures.changing:
+            # A thread of the host may come when the figures were handed over: then nobody knows what it found.
+            if turn == self._figures.turn:
+                self.found.append(seen)
 
     def note_cannot(self, api: str, error: BaseException) -> None:
         """Count a call that could not be run otherwise, with the first reason."""

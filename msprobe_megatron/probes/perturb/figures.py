@@ -38,25 +38,29 @@ class Figures:
         self._blocks: list[torch.Tensor] = []
         self._lines: list[torch.Tensor] = []
         self._next = itertools.count()
-        self._growing = threading.Lock()
+        self.changing = threading.RLock()
+        """Held while a line is taken, a row that names it is kept, and all of them are handed over."""
+        self.turn = 0
+        """How often they were handed over: a line that was taken before the last time is nobody's."""
 
     def take(self) -> tuple[int, torch.Tensor]:
         """A new line and its number."""
-        number = next(self._next)
-        while number >= len(self._lines):
-            with self._growing:
-                if number >= len(self._lines):
-                    with torch.inference_mode(False), torch.no_grad():
-                        block = torch.full((_ROWS, WIDTH), torch.nan, dtype=self._dtype, device=self._device)
-                        self._blocks.append(block)
-                        self._lines.extend(block.unbind(0))
-        return number, self._lines[number]
+        with self.changing:
+            number = next(self._next)
+            if number >= len(self._lines):
+                with torch.inference_mode(False), torch.no_grad():
+                    block = torch.full((_ROWS, WIDTH), torch.nan, dtype=self._dtype, device=self._device)
+                    self._blocks.append(block)
+                    self._lines.extend(block.unbind(0))
+            return number, self._lines[number]
 
     def seal(self) -> Callable[[], npt.NDArray[np.float64]]:
         """Start the copies to the host; what is returned waits for them. The table is empty again."""
-        taken = next(self._next)
-        copies = [self._to_host(block) for block in self._blocks[: -(-taken // _ROWS)]]
-        self._blocks, self._lines, self._next = [], [], itertools.count()
+        with self.changing:
+            taken = next(self._next)
+            copies = [self._to_host(block) for block in self._blocks[: -(-taken // _ROWS)]]
+            self._blocks, self._lines, self._next = [], [], itertools.count()
+            self.turn += 1
 
         def arrived() -> npt.NDArray[np.float64]:
             if not copies:
