@@ -83,6 +83,7 @@ def hang(root: str, number: int) -> None:
 
     config = Path(root) / "probe.yaml"
     config.write_text(RECORDER)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, if the tests were started in the background
 
     def after(step: Any) -> None:
         if step.iteration == 7:

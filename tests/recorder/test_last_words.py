@@ -9,6 +9,7 @@ import pytest
 PRELUDE = """
 import os, signal, sys, threading, time
 from msprobe_megatron.last_words import LAST_WORDS
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, if the tests were started in the background
 def say(text):
     os.write(1, (text + "\\n").encode())
 listener = lambda reason: say("told " + reason)
