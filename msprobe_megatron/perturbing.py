@@ -90,7 +90,7 @@ class Perturbing(Part):
         chosen: Collection[str] | None = None
         names = None
         if self.asked.handler == "fix":
-            chosen = examiner.makers if self._ordinal % _LOOK_EVERYWHERE else None
+            chosen = examiner.makers.copy() if self._ordinal % _LOOK_EVERYWHERE else None
         else:
             first = self._ordinal == 0
             examiner.constants = self._structure.saw if first else None
@@ -101,7 +101,7 @@ class Perturbing(Part):
                 examiner.microbatch = self.plan.microbatch(self._ordinal - 1)
                 chosen = {name.partition("/")[0] for name in names}
             elif not self.asked.whole and self._ordinal % _LOOK_EVERYWHERE:
-                chosen = self._examiner.makers
+                chosen = examiner.makers.copy()  # threads of the host may add to it
         if self.asked.list or self.asked.scope or self.asked.whole:
             self._calls.install(chosen)
         if examiner.observe is None:
