@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING
@@ -238,9 +239,16 @@ class TensorPacks:
         self._buffers = HostBuffers(pack_bytes)
         self._pack: TensorPack | None = None
         self._count = 0
+        # Threads of the host may run the model at once: each tensor has its own key and place, and none comes into a
+        # pack that is being written.
+        self._filling = threading.RLock()
 
     def add(self, step: int, x: torch.Tensor) -> str:
         """Copy ``x`` and return the key under which it will be found."""
+        with self._filling:
+            return self._add(step, x)
+
+    def _add(self, step: int, x: torch.Tensor) -> str:
         size = x.numel() * x.element_size()
         pack = self._pack
         if pack is not None and pack.copies and pack.held_bytes + size > self._limit:
@@ -258,8 +266,9 @@ class TensorPacks:
 
     def finish(self) -> None:
         """The step is over: hand over what is left; packs count from 0 again."""
-        self._hand_over()
-        self._count = 0
+        with self._filling:
+            self._hand_over()
+            self._count = 0
 
     def _hand_over(self) -> None:
         pack, self._pack = self._pack, None

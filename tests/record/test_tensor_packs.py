@@ -3,6 +3,8 @@
 import json
 import os
 import struct
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -191,3 +193,36 @@ def test_a_fault_on_the_way_to_the_disk_leaves_whole_files_or_none(tmp_path, mon
     first = [float(load_file(file)[key][0]) for file, key in zip(files, keys, strict=False)]
     assert first == [float(n) for n in range(8)]
     assert len(files) == 8 and len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_threads_that_add_at_once_have_keys_and_places_of_their_own():
+    """Eight threads fill packs while another hands them over: each tensor is found whole under its key."""
+    packs_of_step = []
+    packs = TensorPacks(clone_to_host, packs_of_step.append, pack_bytes=4096)
+    keys, errors = {}, []
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def fill(number):
+        try:
+            for i in range(60):
+                x = torch.full((33,), float(number * 1000 + i))
+                key = packs.add(0, x)
+                assert key not in keys
+                keys[key] = x
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=fill, args=(number,)) for number in range(8)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    packs.finish()
+    assert errors == []
+    found = {key: copy.wait().clone() for pack in packs_of_step for key, _, _, copy in pack.copies}
+    assert sorted(found) == sorted(keys) and len(keys) == 480
+    assert all(torch.equal(found[key], x) for key, x in keys.items())
