@@ -274,7 +274,8 @@ struct Notes {
     PyObject *clock, *dtypes, *names[5];
 };
 enum Name { SHAPE, LAYOUTS, DTYPE, SEQ, EXTRA };
-constexpr size_t MOST_PLACES = 16384;
+// Far more than a step has rows: with fewer than that, each would be made anew in every step.
+constexpr size_t MOST_PLACES = 1 << 18;
 const char* const NAMES[] = {"shape", "layouts", "dtype", "seq", "extra"};
 
 // What a dictionary has for an attribute of something, borrowed; null without an error where it is not known.
