@@ -11,6 +11,15 @@ from msprobe_megatron import attach
 from tests.integrations.rows import faults, rows
 
 
+def armed(folder, section, part):
+    """A small net under the kit, and the probe of the part that is looked at."""
+    (folder / "probe.yaml").write_text(f"output: {folder}/out\n{section}\n")
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = attach(model, optimizer, folder / "probe.yaml")
+    return model, optimizer, session, next(one for one in session.parts.all if one.name == part)._probe
+
+
 @pytest.mark.parametrize(
     ("section", "part", "compiled"),
     [
@@ -20,11 +29,7 @@ from tests.integrations.rows import faults, rows
     ],
 )
 def test_a_measurement_that_ends_after_its_step(tmp_path, section, part, compiled):
-    (tmp_path / "probe.yaml").write_text(f"output: {tmp_path}/out\n{section}\n")
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = attach(model, optimizer, tmp_path / "probe.yaml")
-    probe = next(one for one in session.parts.all if one.name == part)._probe
+    model, optimizer, session, probe = armed(tmp_path, section, part)
     measured, step_over = threading.Event(), threading.Event()
 
     class Slow:
@@ -73,11 +78,7 @@ def test_a_measurement_that_ends_after_its_step(tmp_path, section, part, compile
 @pytest.mark.parametrize("when", ["before the slots are sealed", "after"])
 def test_a_measurement_made_while_its_step_is_closed(tmp_path, section, part, when):
     """The step's page is over and its slots are not, or the other way round: the row is no step's."""
-    (tmp_path / "probe.yaml").write_text(f"output: {tmp_path}/out\n{section}\n")
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = attach(model, optimizer, tmp_path / "probe.yaml")
-    probe = next(one for one in session.parts.all if one.name == part)._probe
+    model, optimizer, session, probe = armed(tmp_path, section, part)
     seal, places = probe._slots.seal, []
     see = probe.see
     probe.see = lambda place, *rest: (places.append(place), see(place, *rest))[1]

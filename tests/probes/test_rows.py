@@ -124,3 +124,28 @@ def test_a_fault_of_the_caller_is_raised():
     with pytest.raises(AttributeError):
         one._page.write(None, torch.ones(2), 0, "forward")
     assert one._page.write(place("a"), "no tensor", 0, "forward") is None
+
+
+def test_places_of_a_deep_model_are_looked_up_in_its_first_step_alone():
+    """As many as 192 layers have at level mix, and more: else each row of each step would find its layout anew."""
+    looked_up = []
+
+    class Asked(Place):
+        def __getattribute__(self, name):
+            if name == "layouts":
+                looked_up.append(name)
+            return super().__getattribute__(name)
+
+    one, x = probe(True), torch.ones(2)
+    spec = ShardSpec.unmergeable("none of its own")
+    places = [
+        Asked("activation", str(n), "output", "", "Linear", 0, -1, lambda shape: spec, lambda axis: 1, None, None)
+        for n in range(60_000)
+    ]
+    for step in range(3):
+        looked_up.clear()
+        for at in places:
+            one.see(at, x, 0, "forward")
+        assert len(one.finish(complete=True, sites={}).rows) == len(places)
+        # The first step finds layouts out in Python, the second what the compiled rows of a place have in common.
+        assert looked_up if step == 0 else step == 1 or not looked_up
