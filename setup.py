@@ -11,5 +11,5 @@ _PACKAGES = find_packages(include=["msprobe_megatron", "msprobe_megatron.*"])
 setup(
     packages=[*_PACKAGES, "msprobe_megatron.patches"],
     package_dir={"msprobe_megatron": "msprobe_megatron", "msprobe_megatron.patches": "patches"},
-    package_data={"msprobe_megatron.native": ["*.cpp"], "msprobe_megatron.report.html": ["assets/*"]},
+    package_data={"msprobe_megatron.native": ["*.cpp", "*.h"], "msprobe_megatron.report.html": ["assets/*"]},
 )
