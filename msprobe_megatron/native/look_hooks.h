@@ -25,6 +25,7 @@ constexpr Py_ssize_t MOST_RESULTS = 16;
 struct Watch {
     PyObject_HEAD
     char active, stacks, inputs, outputs, input_gradients, output_gradients;
+    char traced;  // the backward is compiled by torch, which knows hooks of Python only
     long long round;  // gradients of an earlier one are ignored
     PyObject *clock, *see, *fault, *gradient_fault, *may_hold, *await, *see_gradient, *tensor, *parameter;
     PyObject *names[NAMES_USED], *forward, *recompute, *backward, *paths[MOST_RESULTS], *no_path;
@@ -107,7 +108,7 @@ int await_gradient(Watch* self, Shown& x, PyObject* place, PyObject* moment) {
     Ref hooks = Ref::stolen(PyObject_GetAttr(x.get(), self->names[BACKWARD_HOOKS]));
     if (!hooks) return -1;
     at::TensorBase tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(x.impl));
-    if (hooks.object != Py_None || tensor.is_leaf()) {
+    if (self->traced || hooks.object != Py_None || tensor.is_leaf()) {
         Ref done = Ref::stolen(PyObject_CallFunctionObjArgs(self->await, x.get(), self->see_gradient, place, moment, nullptr));
         return done ? 0 : -1;
     }
@@ -392,6 +393,7 @@ PyMethodDef hook_methods[] = {
 };
 PyMemberDef watch_members[] = {
     {"active", T_BOOL, offsetof(Watch, active), 0, "Whether hooks do anything."},
+    {"traced", T_BOOL, offsetof(Watch, traced), 0, "Whether gradients are met by hooks of Python."},
     {"round", T_LONGLONG, offsetof(Watch, round), 0, "Number of the recorded step."},
     {"see", T_OBJECT_EX, offsetof(Watch, see), 0, "Who is told of a tensor."},
     {"see_gradient", T_OBJECT_EX, offsetof(Watch, see_gradient), 0, "What hooks of Python call with a gradient."},

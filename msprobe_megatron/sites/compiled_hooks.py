@@ -6,6 +6,7 @@ made with: so each exists once more there, and where there is no compiler nothin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ class Watch(Protocol):
     """What the hooks of a site share: whether they do anything, for which step, and who is told."""
 
     active: bool
+    traced: bool
     round: int
     see: Callable[[Any, torch.Tensor, int | None, str], None]
     see_gradient: See
@@ -79,6 +81,18 @@ def new_hook(
     """
     made: Callable[..., None] = native.look().Hook(watch, watched, slow, parameters, make, what, after)  # type: ignore[union-attr]
     return made
+
+
+def backward_is_traced() -> bool:
+    """Whether torch compiles the backward: it then refuses hooks that are not of Python.
+
+    Example: ``watch.traced = backward_is_traced()``.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return False
+    asked = getattr(getattr(dynamo, "config", None), "compiled_autograd", False)
+    return bool(asked or getattr(getattr(dynamo, "compiled_autograd", None), "compiled_autograd_enabled", False))
 
 
 def may_hold_tensors(kind: type) -> bool:

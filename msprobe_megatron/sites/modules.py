@@ -18,7 +18,7 @@ from torch import nn
 from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.sites.arguments import Found, named_arguments, own_work, results
 from msprobe_megatron.sites.arriving import See, await_gradient
-from msprobe_megatron.sites.compiled_hooks import Watch, new_hook, new_watch
+from msprobe_megatron.sites.compiled_hooks import Watch, backward_is_traced, new_hook, new_watch
 from msprobe_megatron.sites.module_hooks import ModuleHooks
 from msprobe_megatron.sites.stacks import call_stack
 from msprobe_megatron.topology import names
@@ -116,7 +116,7 @@ class ModuleSite:
         self._round += 1
         self._see_gradient = self._gradient()
         if self._watch is not None:
-            self._watch.round = self._round
+            self._watch.round, self._watch.traced = self._round, backward_is_traced()
             self._watch.see, self._watch.see_gradient = self._sink.see, self._see_gradient
         self._switch(True)
         for watched in self.watched:

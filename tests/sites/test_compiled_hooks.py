@@ -1,5 +1,6 @@
 """The compiled hooks tell the sink the very same as those in Python, in the same order, and leave as little behind."""
 
+import contextlib
 import copy
 import gc
 import threading
@@ -202,6 +203,24 @@ def test_a_fault_that_is_to_stop_the_job_stops_it(against):
     with pytest.raises(RuntimeError, match=r"msprobe: .* of twice \(strict: true\)"):
         model(torch.ones(3, 4)).sum().backward()
     site.remove()
+
+
+def test_a_backward_that_torch_compiles_goes_on():
+    from torch._dynamo import compiled_autograd
+
+    found = []
+    for traced in (False, True):
+        torch.manual_seed(0)
+        model, sink = nn.Sequential(nn.Linear(4, 4), nn.GELU()), Sink()
+        site, faults = watched(model, sink, Clock(), compiled=True, stacks=False)
+        with compiled_autograd._enable(lambda graph: graph) if traced else contextlib.nullcontext():
+            site.install()
+            assert site._watch.traced == traced
+            model(torch.ones(3, 4)).sum().backward()
+            site.remove()
+        assert faults == []
+        found.append([row for row in sink.seen if row[0] == "activation"])
+    assert found[0] == found[1] != []
 
 
 def test_gradients_of_an_earlier_step_are_ignored():
