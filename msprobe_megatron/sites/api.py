@@ -31,6 +31,8 @@ from msprobe_megatron.topology.shards import ShardSpec
 OUTSIDE = "outside"
 _UNKNOWN_LAYOUT = ShardSpec.unmergeable("API call")
 _SCALARS = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, slice})
+_PATHS = tuple(map(str, range(16)))
+"""Of arguments by position; a call with more of them is rare."""
 Fault = Callable[[BaseException, str], None]
 
 
@@ -47,22 +49,32 @@ class Sink(Protocol):
         """Take note of a tensor, now: it may be gone or changed after the call."""
 
 
-class _Call:
-    """One numbered call of a module: its places, made when first needed."""
+class _Places(dict[str, Place]):
+    """The places of a call's tensors of one kind and side by their paths, made when first needed."""
 
-    __slots__ = ("chunk", "name", "op", "places", "site")
+    __slots__ = ("_of",)
+
+    def __init__(self, kind: str, name: str, io: str, op: str, chunk: int, site: int) -> None:
+        super().__init__()
+        self._of = (kind, name, io, op, chunk, site)
+
+    def __missing__(self, path: str) -> Place:
+        kind, name, io, op, chunk, site = self._of
+        found = self[path] = Place(kind, name, io, path, op, chunk, site, _unknown, _one)
+        return found
+
+
+class _Call:
+    """One numbered call of a module: where its inputs, its outputs and their gradients are told of."""
+
+    __slots__ = ("input_gradients", "inputs", "output_gradients", "outputs")
 
     def __init__(self, name: str, op: str, chunk: int, site: int) -> None:
-        self.name, self.op, self.chunk, self.site = name, op, chunk, site
-        self.places: dict[tuple[str, str, str], Place] = {}
-
-    def place(self, kind: str, io: str, path: str) -> Place:
-        """The place of one tensor of this call."""
-        found = self.places.get((kind, io, path))
-        if found is None:
-            found = Place(kind, self.name, io, path, self.op, self.chunk, self.site, _unknown, _one)
-            self.places[kind, io, path] = found
-        return found
+        self.inputs, self.outputs, self.input_gradients, self.output_gradients = (
+            _Places(kind, name, io, op, chunk, site)
+            for kind in ("activation", "gradient")
+            for io in ("input", "output")
+        )
 
 
 class ApiSite:
@@ -89,8 +101,9 @@ class ApiSite:
         self._sites: list[dict[str, Any]] = []
         self._structure: list[dict[str, Any]] = []
         self.fired = 0
-        self._forward = {io: sink.wants_io("forward", io) for io in ("input", "output")}
-        self._backward = {io: sink.wants_io("backward", io) for io in ("input", "output")}
+        self._inputs, self._outputs, self._input_gradients, self._output_gradients = (
+            sink.wants_io(direction, io) for direction in ("forward", "backward") for io in ("input", "output")
+        )
 
     def install(self) -> None:
         """Begin to see calls; of this thread, and of the threads that run its backward."""
@@ -171,32 +184,38 @@ class ApiSite:
         self, api: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Call, Running, Sources, int] | None:
         found: Found = []
-        for index, value in enumerate(args):
-            kind = type(value)
+        for path, value in zip(_PATHS, args, strict=False):
+            kind = value.__class__
             if kind is torch.Tensor or kind is nn.Parameter:
-                found.append((str(index), value))
+                found.append((path, value))
             elif kind not in _SCALARS:
+                find_tensors(value, path, found, parameters=True)
+        if kwargs or len(args) > len(_PATHS):
+            for index, value in enumerate(args[len(_PATHS) :], len(_PATHS)):
                 find_tensors(value, str(index), found, parameters=True)
-        for name, value in kwargs.items():
-            find_tensors(value, name, found, parameters=True)
+            for name, value in kwargs.items():
+                if value.__class__ not in _SCALARS:
+                    find_tensors(value, name, found, parameters=True)
         if not found:
             return None
         stack = self._frames.stack
         running = stack[-1] if stack else self._frames.outside(OUTSIDE)
         if running is None:
             return None
-        number = running.counts.get(api, 0)
-        running.counts[api] = number + 1
-        key = (running.name, running.chunk, api, number)
-        call = self._calls[key] if key in self._calls else self._new_call(key)
+        module, chunk, phase, moment, counts = running
+        number = counts.get(api, 0)
+        counts[api] = number + 1
+        key = (module, chunk, api, number)
+        calls = self._calls
+        call = calls[key] if key in calls else self._new_call(key)
         if call is None:
             return None
-        if self._forward["input"]:
-            microbatch = running.moment.microbatch
+        if self._inputs:
+            see, places, microbatch = self._sink.see, call.inputs, moment[0]
             for path, tensor in found:
-                self._sink.see(call.place("activation", "input", path), tensor, microbatch, running.phase)
+                see(places[path], tensor, microbatch, phase)
         # Before the call: in place, it moves what it changes to a node of its own.
-        gradients = self._backward["input"] and torch.is_grad_enabled()
+        gradients = self._input_gradients and torch.is_grad_enabled()
         return call, running, sources_of(found) if gradients else [], now()
 
     def _new_call(self, key: tuple[str, int, str, int]) -> _Call | None:
@@ -223,15 +242,15 @@ class ApiSite:
 
     def _after(self, result: Any, call: _Call, running: Running, sources: Sources, since: int) -> None:
         outputs: Found = []
-        if type(result) is torch.Tensor:
+        if result.__class__ is torch.Tensor:
             outputs.append(("", result))
         else:
             find_tensors(result, "", outputs)
         self.fired += 1
-        if self._forward["output"]:
-            microbatch = running.moment.microbatch
+        if self._outputs:
+            see, places, microbatch, phase = self._sink.see, call.outputs, running.moment[0], running.phase
             for path, tensor in outputs:
-                self._sink.see(call.place("activation", "output", path), tensor, microbatch, running.phase)
+                see(places[path], tensor, microbatch, phase)
         # Under no_grad (the first pass of a checkpoint) no result has a node: its gradients come when it is repeated.
         self._watch_gradients(call, running.moment, sources, since, outputs)
 
@@ -241,19 +260,29 @@ class ApiSite:
             node = tensor.grad_fn
             if node is not None:
                 wanted = given.setdefault(node, [])
-                if self._backward["output"]:
-                    wanted.append((tensor.output_nr, call.place("gradient", "output", path)))
+                if self._output_gradients:
+                    wanted.append((tensor.output_nr, call.output_gradients[path]))
+        if not given:
+            return
         asked: dict[Any, list[tuple[int, Place, Shares | None]]] = {}
-        if self._backward["input"] and given and sources:
+        if sources:
             found = links(given, sources, since)
-            ways = Counter(path for edges in found.values() for _, path in edges)
-            shares = {path: Shares(count) for path, count in ways.items() if count > 1}
+            places = call.input_gradients
+            shares = _shares(found) if sum(map(len, found.values())) > 1 else {}
             for node, edges in found.items():
-                asked[node] = [(i, call.place("gradient", "input", path), shares.get(path)) for i, path in edges]
-        for node in {**given, **asked}:
-            here, there = given.get(node, []), asked.get(node, [])
+                asked[node] = [(index, places[path], shares.get(path)) for index, path in edges]
+        for node, here in given.items():
+            there = asked.pop(node, [])
             if here or there:
                 node.register_hook(_Arrived(self, here, there, moment))
+        for node, there in asked.items():
+            node.register_hook(_Arrived(self, [], there, moment))
+
+
+def _shares(found: dict[Any, list[tuple[int, str]]]) -> dict[str, Shares]:
+    """Of the inputs whose gradients come by several ways."""
+    ways = Counter(path for edges in found.values() for _, path in edges)
+    return {path: Shares(count) for path, count in ways.items() if count > 1}
 
 
 class _Arrived:
