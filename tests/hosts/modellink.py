@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from msprobe_megatron.rehearsal.finding import ASCEND, NVIDIA
 from tests.hosts.megatron_lm import Finished
 from tests.ports import free_port
 from tests.recipes.stub import RECIPES, RUNNER, SHIMS
 
-HERE = Path(__file__).parent
-STAND_INS = (HERE / "npu_stand_in", HERE / "old_release_stubs")
+STAND_INS = (ASCEND, NVIDIA)
 WORLD = 2
 TINY = {
     "title": "the smallest model that has every part",
