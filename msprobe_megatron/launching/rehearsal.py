@@ -137,7 +137,7 @@ class Rehearsal:
 
     def words(self) -> list[str]:
         """The launcher's command line."""
-        route = [RUN, "-m"] if self.launch.is_module else ["-m", RUN]
+        route = ["-m", RUN, *(["-m"] if self.launch.is_module else [])]
         return [*self.launch.options, *route, self.launch.target, *self.launch.arguments]
 
 
