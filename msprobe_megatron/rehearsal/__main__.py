@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
         cpu.install()
     except BackendError as error:
         _end(str(error))
-    offer(*needed_by(folder))
+    offer(needed_by(folder))
     try:
         run(words)
     except ModuleNotFoundError as error:

@@ -14,47 +14,54 @@ from pathlib import Path
 from types import ModuleType
 
 STAND_INS = Path(__file__).parent / "stand_ins"
-ASCEND, NVIDIA = STAND_INS / "ascend", STAND_INS / "nvidia"
+NPU = ("torch_npu", "torchair", "acl")
+APEX = ("apex", "amp_C")
+TRANSFORMER_ENGINE = ("transformer_engine",)
 
 
 class _Last(DistributionFinder):
     """The finder that is asked when no other has found a top-level name."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders = [str(folder) for folder in folders]
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return PathFinder.find_spec(fullname, self.folders, target) if path is None else None
+        if path is not None or fullname not in self.names:
+            return None
+        return PathFinder.find_spec(fullname, [str(STAND_INS)], target)
 
     def find_distributions(
         self,
         context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008  (the interface's own)
     ) -> Iterable[Distribution]:
         # Old Megatron asks for TransformerEngine's version.
-        return MetadataPathFinder.find_distributions(DistributionFinder.Context(name=context.name, path=self.folders))
+        asked = DistributionFinder.Context(name=context.name, path=[str(STAND_INS)])
+        found = MetadataPathFinder.find_distributions(asked)
+        return [each for each in found if each.metadata["Name"].replace("-", "_") in self.names]
 
 
-def offer(*folders: Path) -> None:
-    """Make the packages in these folders importable where nothing else of their name is.
+def offer(names: Sequence[str]) -> None:
+    """Make the stand-ins of these names importable where nothing else of the name is.
 
     Example::
 
-        offer(ASCEND)
+        offer(NPU)
         import torch_npu      # the real one where it is installed
     """
-    sys.meta_path.append(_Last(folders))
+    sys.meta_path.append(_Last(names))
 
 
-def needed_by(folder: Path) -> list[Path]:
-    """Which stand-ins the host in `folder` asks for: those of the NPU always, Apex and TransformerEngine with reason.
+def needed_by(folder: Path) -> tuple[str, ...]:
+    """Which stand-ins the host in `folder` asks for: those of the NPU always, the others with reason.
 
-    Megatron before 0.8 imports both unconditionally, and MindSpeed expects Ascend's builds of them. A newer Megatron
-    looks whether they are there, and would then build on parts that a stand-in does not have.
+    Megatron before 0.8 imports Apex and TransformerEngine unconditionally, and MindSpeed brings what it needs of the
+    latter. A newer Megatron looks whether they are there, and would then build on parts that a stand-in does not have.
     """
+    old = _before_0_8(folder)
     ascend = any((folder / name).is_dir() for name in ("modellink", "mindspeed_llm"))
-    return [ASCEND, NVIDIA] if ascend or _before_0_8(folder) else [ASCEND]
+    return (*NPU, *(APEX if old or ascend else ()), *(TRANSFORMER_ENGINE if old else ()))
 
 
 def _before_0_8(folder: Path) -> bool:

@@ -18,12 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from msprobe_megatron.rehearsal.finding import ASCEND, NVIDIA
+from msprobe_megatron.rehearsal.finding import STAND_INS
 from tests.hosts.megatron_lm import Finished
 from tests.ports import free_port
 from tests.recipes.stub import RECIPES, RUNNER, SHIMS
 
-STAND_INS = (ASCEND, NVIDIA)
 WORLD = 2
 TINY = {
     "title": "the smallest model that has every part",
@@ -74,7 +73,7 @@ class Host:
 
     def environment(self) -> dict[str, str]:
         beside = (os.environ.get(name) for name in (f"{self.package.upper()}_PACKAGES", "PYTHONPATH"))
-        path = [str(self.checkout), *map(str, STAND_INS), *filter(None, beside)]
+        path = [str(self.checkout), str(STAND_INS), *filter(None, beside)]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("MSPROBE")}
         settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MSPROBE_PYTHON": sys.executable}
         programs = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])

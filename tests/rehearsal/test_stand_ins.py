@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from msprobe_megatron.rehearsal.finding import ASCEND, NVIDIA, STAND_INS, needed_by
+from msprobe_megatron.rehearsal.finding import APEX, NPU, STAND_INS, TRANSFORMER_ENGINE, needed_by
 
 ROOT = Path(__file__).resolve().parents[2]
-OFFER = "from msprobe_megatron.rehearsal.finding import ASCEND, NVIDIA, offer; offer(ASCEND, NVIDIA); "
+OFFER = f"from msprobe_megatron.rehearsal.finding import offer; offer({(*NPU, *APEX, *TRANSFORMER_ENGINE)}); "
 
 
 def python(code, cwd):
     return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("name", ["acl", "torchair", "torch_npu", "apex", "amp_C", "transformer_engine"])
+@pytest.mark.parametrize("name", [*NPU, *APEX, *TRANSFORMER_ENGINE])
 def test_no_job_but_a_rehearsal_can_import_them(tmp_path, name):
     code = f"import importlib.util as u, msprobe_megatron.rehearsal; print(u.find_spec({name!r}) is None)"
     assert python(code, tmp_path).stdout == "True\n"
@@ -27,6 +27,14 @@ def test_no_job_but_a_rehearsal_can_import_them(tmp_path, name):
 def test_what_is_installed_comes_first(tmp_path):
     (tmp_path / "acl.py").write_text("def get_soc_name():\n    return 'real'\n")
     assert python(f"{OFFER}import acl; print(acl.get_soc_name())", tmp_path).stdout == "real\n"
+
+
+def test_only_what_a_host_needs_is_offered(tmp_path):
+    offer = f"from msprobe_megatron.rehearsal.finding import offer; offer({NPU}); "
+    assert python(f"{offer}import acl; print(acl.get_soc_name())", tmp_path).stdout == "stand-in\n"
+    assert "No module named 'apex'" in python(f"{offer}import apex", tmp_path).stderr
+    version = "from importlib.metadata import version; version('transformer-engine')"
+    assert "PackageNotFoundError" in python(offer + version, tmp_path).stderr
 
 
 def test_the_version_an_old_release_asks_for(tmp_path):
@@ -45,12 +53,12 @@ def test_an_operator_without_stand_in_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("parts", "version", "expected"),
     [
-        (["modellink"], "0.6", [ASCEND, NVIDIA]),
-        (["mindspeed_llm"], "0.12", [ASCEND, NVIDIA]),
-        ([], "0.7", [ASCEND, NVIDIA]),
+        (["modellink"], "0.6", (*NPU, *APEX, *TRANSFORMER_ENGINE)),
+        (["mindspeed_llm"], "0.12", (*NPU, *APEX)),
+        ([], "0.7", (*NPU, *APEX, *TRANSFORMER_ENGINE)),
         # A newer one would build on parts that a stand-in of TransformerEngine does not have.
-        ([], "0.8", [ASCEND]),
-        ([], None, [ASCEND]),
+        ([], "0.8", NPU),
+        ([], None, NPU),
     ],
 )
 def test_who_is_offered_what(tmp_path, parts, version, expected):
