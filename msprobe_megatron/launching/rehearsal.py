@@ -224,7 +224,9 @@ def _sentences(
         shown = " ".join(f"--{name}" for name in names if name in given)
         said += [f"  left out, {reason}: {shown}"] if shown else []
     if host in tables.ASCEND:
-        said.append("  stand-ins in plain torch, unless installed: torch_npu, torchair, acl, Apex, TransformerEngine")
+        said.append(
+            "  stand-ins in plain torch, unless installed: torch_npu, torchair, acl, Apex; before 0.8 TransformerEngine"
+        )
     said.append("loss, norms and seconds are those of this small model on a CPU, not those of the real job")
     return said
 
