@@ -216,7 +216,12 @@ def _verdict(code: int, folder: Path, recipe: Path, launcher_counts: bool) -> in
     started = list(folder.glob("*.pid"))
     failed = [int(path.read_text()) for path in folder.glob("*.code") if path.read_text().strip() != "0"]
     if failed:
-        print(f"msprobe: the launcher ended with exit code {failed[0]} (the recipe with {code})", flush=True)
+        reason = (folder / "reason").read_text(encoding="utf-8") if (folder / "reason").exists() else ""
+        print(
+            f"msprobe: the launcher ended with exit code {failed[0]} (the recipe with {code})"
+            + (f": {reason}" if reason else ""),
+            flush=True,
+        )
         return failed[0]
     if not started and code == 0:
         print(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,13 +79,27 @@ def host_of(folder: Path, target: str) -> str:
                 f"--rehearse: {package} is neither in {folder} nor installed in {sys.executable}; accepted: what"
                 f" {tables.HOSTS[host]}'s installation asks for: {how.format(folder=folder)}"
             )
+    missing = _missing_to_compile(folder / "megatron/core/datasets")
+    if missing:
+        raise ConfigError(
+            f"--rehearse: {' and '.join(missing)} not found, with which Megatron compiles its data helpers first;"
+            f" accepted: what {tables.HOSTS[host]}'s installation asks for (pip install pybind11, a C++ compiler, make)"
+        )
     return host
+
+
+def _missing_to_compile(datasets: Path) -> list[str]:
+    """What Megatron's own Makefile needs here; nothing where there is none, or its work is done."""
+    if not (datasets / "Makefile").is_file() or any(datasets.glob("helpers*.so")):
+        return []
+    missing = [] if _installed("pybind11") else [f"pybind11 (in {sys.executable})"]
+    return missing + [program for program in ("make", "g++") if shutil.which(program) is None]
 
 
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, ValueError):  # the latter: imported already, and not from a file
         return False
 
 
@@ -167,11 +182,14 @@ def _changed(flags: Sequence[Flag], layout: Layout, host: str, folder: Path) -> 
     changed: dict[str, str] = dict(tables.ALWAYS)
     if host not in tables.ASCEND:
         parser = _parser_text(folder)
-        changed |= {name: value for name, value in tables.PLAIN_KERNELS.items() if f"--{name}" in parser}
+        changed |= tables.PLAIN_KERNELS
+        changed |= {name: "" for name in tables.PLAIN_SWITCHES if f"--{name}" in parser}
     for name, most in tables.AT_MOST.items():
         if any(flag.name == name for flag in flags):
             given = number_of(flags, name)
             changed[name] = str(most if given is None else min(given, most))
+    if any(flag.name == "fp16" for flag in flags):
+        changed["initial-loss-scale"] = str(tables.LOSS_SCALE)
     for kind, size in layout.sizes.items():
         changed[_SIZES[kind]] = str(size)
     layers = number_of(flags, "num-layers")

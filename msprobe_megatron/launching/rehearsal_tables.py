@@ -16,8 +16,6 @@ AT_MOST = {
     **{"hidden-size": 64, "ffn-hidden-size": 128, "num-attention-heads": 4, "num-query-groups": 2, "kv-channels": 16},
     **{"seq-length": 32, "max-position-embeddings": 32, "sliding-window": 16, "micro-batch-size": 1},
     **{"train-iters": 5, "padded-vocab-size": 4400, "recompute-num-layers": 1},
-    # In fp16 the first steps of a job overflow until the scale has come down: more steps than are trained here.
-    "initial-loss-scale": 1024,
     # Experts.
     **{"num-experts": 4, "moe-router-topk": 2, "moe-intermediate-size": 64, "moe-ffn-hidden-size": 64},
     **{"moe-shared-expert-intermediate-size": 64, "n-shared-experts": 1, "first-k-dense-replace": 1},
@@ -27,18 +25,20 @@ AT_MOST = {
     **{"kv-lora-rank": 16, "q-lora-rank": 16, "v-head-dim": 16, "qk-rope-head-dim": 8, "qk-nope-head-dim": 16},
     **{"qk-pos-emb-head-dim": 8, "qk-head-dim": 16},
 }
+# In fp16 the first steps of a job overflow until the scale has come down: more of them than are trained here.
+LOSS_SCALE = 1024
 # What the recipe cannot give on this machine. NullTokenizer adds a token; mock data needs a vocabulary above 4095.
 ALWAYS: Mapping[str, str] = {
     **{"mock-data": "", "tokenizer-type": "NullTokenizer", "vocab-size": "4399", "train-iters": "5"},
     **{"split": "60,30,10", "eval-iters": "1", "eval-interval": "1000", "num-workers": "0", "log-interval": "1"},
     "distributed-backend": "gloo",
 }
-# Megatron-LM alone asks for fused kernels unless it is told not to; each where its parser has the flag.
-PLAIN_KERNELS: Mapping[str, str] = {
-    **{"transformer-impl": "local", "no-gradient-accumulation-fusion": "", "no-masked-softmax-fusion": ""},
-    **{"no-persist-layer-norm": "", "no-bias-dropout-fusion": "", "no-bias-gelu-fusion": "", "no-rope-fusion": ""},
-    **{"no-bias-swiglu-fusion": "", "use-cpu-initialization": ""},
-}
+# Megatron-LM alone asks for fused kernels unless it is told not to; the switches, where its parser has them.
+PLAIN_KERNELS: Mapping[str, str] = {"transformer-impl": "local"}
+PLAIN_SWITCHES = (
+    *("no-gradient-accumulation-fusion", "no-masked-softmax-fusion", "no-persist-layer-norm", "no-rope-fusion"),
+    *("no-bias-dropout-fusion", "no-bias-gelu-fusion", "no-bias-swiglu-fusion", "use-cpu-initialization"),
+)
 # Why -> flags that are left out for it. A name that ends in * stands for all that begin so.
 FILES = "files of the real job"
 LEFT_OUT: Mapping[str, tuple[str, ...]] = {

@@ -37,15 +37,20 @@ def main(argv: list[str] | None = None) -> None:
         if not package or package == "msprobe_megatron":
             raise
         target = found[1] if found is not None else "the script"
+        listed = (folder / "requirements.txt").is_file()
         _end(
-            f"{target} imports {error.name}, which {sys.executable} does not have and nothing stands in for;"
-            f" the host's own installation: pip install -r requirements.txt in {folder}"
+            f"{target} imports {error.name}, which {sys.executable} does not have and nothing stands in for; accepted:"
+            f" what the host's own installation asks for"
+            + (f": pip install -r {folder / 'requirements.txt'}" if listed else f", pip install {package} among it")
         )
 
 
 def _end(sentence: str) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
         print(f"msprobe: rehearsal: {sentence}", file=sys.stderr, flush=True)
+        if os.environ.get("MSPROBE_STATUS"):
+            # The launcher says many lines about a child that failed; the runner repeats ours after them.
+            Path(os.environ["MSPROBE_STATUS"], "reason").write_text(sentence, encoding="utf-8")
     raise SystemExit(2)
 
 

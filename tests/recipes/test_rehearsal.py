@@ -1,6 +1,7 @@
 """--rehearse: an untouched recipe's command line on its way to the launcher of a machine without accelerator."""
 
 import re
+import sys
 
 import pytest
 
@@ -186,10 +187,16 @@ def test_context_parallel_stays_where_megatron_itself_does_it(tmp_path):
 
 def test_megatrons_own_kernels_are_refused_by_the_flags_its_parser_has(tmp_path):
     (tmp_path / "megatron/training").mkdir(parents=True)
-    (tmp_path / "megatron/training/arguments.py").write_text("group.add_argument('--transformer-impl')\n")
+    (tmp_path / "megatron/training/arguments.py").write_text("add_argument('--no-bias-gelu-fusion')\n")
     found = values(rehearse(Launch((), "p.py", ("--fp8-format", "e4m3")), [], 2, "megatron", tmp_path).words())
-    assert found["--transformer-impl"] == ["local"]
+    assert (found["--transformer-impl"], found["--no-bias-gelu-fusion"]) == (["local"], [])
     assert not {"--no-rope-fusion", "--fp8-format"} & set(found)
+
+
+@pytest.mark.parametrize(("precision", "scale"), [("--fp16", ["1024"]), ("--bf16", ["65536"])])
+def test_fp16_begins_with_a_scale_that_does_not_overflow(tmp_path, precision, scale):
+    launch = Launch((), "p.py", (precision, "--initial-loss-scale", "65536"))
+    assert values(rehearse(launch, [], 2, "modellink", tmp_path).words())["--initial-loss-scale"] == scale
 
 
 @pytest.mark.parametrize(
@@ -273,6 +280,19 @@ def test_what_is_missing_of_an_installation_is_named(bench, checkout, missing, c
     assert complaint.format(folder=bench.folder.resolve()) in sentence
     assert "Traceback" not in done.stdout + done.stderr
     assert bench.called() == []
+
+
+def test_what_the_data_helpers_are_compiled_with_is_named(tmp_path, monkeypatch):
+    datasets = tmp_path / "megatron/core/datasets"
+    datasets.mkdir(parents=True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "pybind11", None)
+    assert host_of(tmp_path, "pretrain_gpt.py") == "megatron"
+    (datasets / "Makefile").touch()
+    with pytest.raises(ConfigError, match=r"pybind11 \(in .*\) and make and g\+\+ not found"):
+        host_of(tmp_path, "pretrain_gpt.py")
+    (datasets / "helpers_cpp.so").touch()
+    assert host_of(tmp_path, "pretrain_gpt.py") == "megatron"
 
 
 @pytest.mark.parametrize("name", ["modellink", "mindspeed_llm", "megatron"])
