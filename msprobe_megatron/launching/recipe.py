@@ -7,6 +7,7 @@ the launcher it called, even where the recipe's own pipe into `tee` hides it.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shlex
@@ -107,6 +108,11 @@ def _prepare_rehearsal(arguments: argparse.Namespace) -> None:
         raise ConfigError("--emit: writes a copy for the real machine; accepted: --rehearse or --emit, not both")
     if arguments.device not in (None, "cpu"):
         raise ConfigError(f"--device: {arguments.device!r}: a rehearsal is on the CPU; accepted: cpu, or leave it away")
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            f"--rehearse: torch is not installed in {sys.executable}; accepted: an environment with the host's packages"
+            " and a torch for CPU"
+        )
     found = rehearsal.accelerator()
     if found is not None:
         raise ConfigError(
@@ -213,6 +219,9 @@ def _wait(words: list[str], environment: dict[str, str], folder: Path) -> int:
 
 def _verdict(code: int, folder: Path, recipe: Path, launcher_counts: bool) -> int:
     """The launcher's exit code where the recipe hid it; 2 where no launcher was called."""
+    if (folder / "refused").exists():
+        # The shim has said why.
+        return 2
     started = list(folder.glob("*.pid"))
     failed = [int(path.read_text()) for path in folder.glob("*.code") if path.read_text().strip() != "0"]
     if failed:

@@ -276,7 +276,8 @@ def test_what_is_missing_of_an_installation_is_named(bench, checkout, missing, c
         complaint = "{folder} is no checkout a rehearsal knows"
     done = bench.run("--rehearse", "--config", "probe.yaml", "--", bench.recipe(RECIPE))
     assert done.returncode == 2
-    (sentence,) = [line for line in done.stdout.splitlines() if "accepted" in line]
+    (sentence,) = [line for line in done.stdout.splitlines() if line.startswith("msprobe:")]
+    assert "; accepted: " in sentence
     assert complaint.format(folder=bench.folder.resolve()) in sentence
     assert "Traceback" not in done.stdout + done.stderr
     assert bench.called() == []
@@ -300,6 +301,19 @@ def test_each_host_is_known_by_its_folder(tmp_path, name):
     for part in {name, "megatron/training", "mindspeed"}:
         (tmp_path / part).mkdir(parents=True, exist_ok=True)
     assert host_of(tmp_path, "pretrain_gpt.py") == name
+
+
+def test_an_environment_without_torch_is_named(bench, checkout):
+    (bench.folder / "site").mkdir()
+    hide = "import sys\n"
+    (bench.folder / "site/sitecustomize.py").write_text(hide + "import importlib.util as u\nold = u.find_spec\n")
+    with (bench.folder / "site/sitecustomize.py").open("a") as file:
+        file.write("u.find_spec = lambda name, *a: None if name == 'torch' else old(name, *a)\n")
+    words = ("--rehearse", "--config", "probe.yaml", "--", bench.recipe(RECIPE))
+    done = bench.run(*words, PYTHONPATH=str(bench.folder / "site"))
+    assert (done.returncode, bench.called()) == (2, [])
+    assert "torch is not installed in" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_machine_with_torch_npu_is_refused(bench, checkout):
