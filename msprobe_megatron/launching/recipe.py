@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from msprobe_megatron.config.document import read_document
 from msprobe_megatron.config.errors import ConfigError
 from msprobe_megatron.launching import rehearsal
 from msprobe_megatron.launching.emit import emit
@@ -140,6 +141,7 @@ def _environment(arguments: argparse.Namespace, overlay: Overlay | None, folder:
         environment["MSPROBE_SMALL"] = "1"
     if arguments.rehearse:
         environment["MSPROBE_REHEARSE"] = arguments.rehearse
+        _refuse_second_run(environment.get("MSPROBE_OUTPUT") or str(_content(config).get("output") or ""))
     return environment
 
 
@@ -166,6 +168,21 @@ def _probe_of_rehearsal(probe: Mapping[str, Any]) -> dict[str, Any]:
         for key, part in probe.items()
     }
     return {**fitted, "output": f"{probe.get('output', './probe_out')}_rehearsal"}
+
+
+def _content(config: str) -> Mapping[str, Any]:
+    """A probe file as a table; one that cannot be read is left to the job, which says what is wrong with it."""
+    try:
+        content = read_document(Path(config))
+    except ConfigError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _refuse_second_run(output: str) -> None:
+    """What every process of the job would say, before there are any; a rehearsal is on this machine alone."""
+    if output and Path(output, "run.json").exists():
+        raise ConfigError(f"--output: {output} already holds a run; accepted: another --output DIR, or remove it")
 
 
 def _emit(arguments: argparse.Namespace, overlay: Overlay | None, recipe: Path) -> int:

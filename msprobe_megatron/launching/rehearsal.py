@@ -229,8 +229,13 @@ def _sentences(
         f"rehearsal of {launch.target} on {layout.ranks} process{'es' * (layout.ranks > 1)} of this machine's CPU;"
         " the recipe on disk is not changed, its command line is:"
     ]
-    shares = [f"{kind} {size} ({number_of(recipe, _SIZES[kind])})" for kind, size in layout.sizes.items()]
-    said.append(f"  layout: {', '.join([*shares, f'data {layout.data}'])}; in brackets the recipe's")
+    asked = {kind: number_of(recipe, _SIZES[kind]) or 1 for kind in layout.sizes}
+    shares = [f"{kind} {size} ({asked[kind]})" for kind, size in layout.sizes.items()]
+    alone = [kind for kind, size in layout.sizes.items() if size == 1 < asked[kind]]
+    said.append(
+        f"  layout: {', '.join([*shares, f'data {layout.data}'])}; in brackets the recipe's"
+        + (f"; not rehearsed, as it does not fit: {' and '.join(alone)} parallel" if alone else "")
+    )
     numbers = {name: number_of(recipe, name) for name in ("num-layers", *tables.AT_MOST, "global-batch-size")}
     shrunk = [
         f"{name} {changed[name]} ({n})" for name, n in numbers.items() if n is not None and changed[name] != str(n)

@@ -109,7 +109,10 @@ def test_what_was_changed_is_said(bench, checkout):
     done = bench.run("--rehearse", "--config", "probe.yaml", "--", bench.recipe(RECIPE))
     said = done.stdout
     assert "rehearsal of pretrain_gpt.py on 2 processes" in said
-    assert "pipeline 2 (4), tensor 1 (8), data 1" in said
+    assert (
+        "pipeline 2 (4), tensor 1 (8), data 1; in brackets the recipe's; not rehearsed, as it does not fit: tensor"
+        in said
+    )
     assert "num-layers 2 (32)" in said
     assert "train-iters 5 (5000)" in said
     assert re.search(r"operators that nothing stands in for: --use-mc2$", said, re.MULTILINE)
@@ -303,12 +306,22 @@ def test_each_host_is_known_by_its_folder(tmp_path, name):
     assert host_of(tmp_path, "pretrain_gpt.py") == name
 
 
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_directory_that_holds_a_run_is_refused_before_the_launch(bench, checkout, flag):
+    (bench.folder / "out").mkdir()
+    (bench.folder / "out/run.json").touch()
+    (bench.folder / "probe.yaml").write_text("output: ./out\nsteps: [0]\ndump: {level: L0}\n")
+    words = ["--output", "out"] if flag else []
+    done = bench.run("--rehearse", "--config", "probe.yaml", *words, "--", bench.recipe(RECIPE))
+    assert (done.returncode, bench.called()) == (2, [])
+    assert "already holds a run; accepted: another --output DIR" in done.stderr
+
+
 def test_an_environment_without_torch_is_named(bench, checkout):
     (bench.folder / "site").mkdir()
-    hide = "import sys\n"
-    (bench.folder / "site/sitecustomize.py").write_text(hide + "import importlib.util as u\nold = u.find_spec\n")
-    with (bench.folder / "site/sitecustomize.py").open("a") as file:
-        file.write("u.find_spec = lambda name, *a: None if name == 'torch' else old(name, *a)\n")
+    hidden = "import importlib.util as u\nold = u.find_spec\n"
+    hidden += "u.find_spec = lambda name, *a: None if name == 'torch' else old(name, *a)\n"
+    (bench.folder / "site/sitecustomize.py").write_text(hidden)
     words = ("--rehearse", "--config", "probe.yaml", "--", bench.recipe(RECIPE))
     done = bench.run(*words, PYTHONPATH=str(bench.folder / "site"))
     assert (done.returncode, bench.called()) == (2, [])
