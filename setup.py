@@ -15,6 +15,6 @@ setup(
         "msprobe_megatron.native": ["*.cpp"],
         "msprobe_megatron.report.html": ["assets/*"],
         # Not packages of ours: on no path, and found only by a rehearsal.
-        "msprobe_megatron.rehearsal": ["stand_ins/**/*"],
+        "msprobe_megatron.rehearsal": ["stand_ins/**/*.py", "stand_ins/*/METADATA"],
     },
 )

@@ -24,9 +24,10 @@ from msprobe_megatron.launching.flags import Flag, flags_of, number_of
 RUN = "msprobe_megatron.rehearsal"
 MOST_RANKS = 64
 LAYERS = 2
-# In the order in which they get a share of the processes, and what the share has to divide: the heads, the experts and
-# the parts of the sequence of the small model. A pipeline takes any, with a layer for each stage.
-KINDS = {"pipeline": 0, "expert": 4, "tensor": 4, "context": 4}
+# In the order in which they get a share of the processes, and what the share has to divide: the experts, the heads and
+# the parts of the sequence of the small model. A pipeline takes any, with a layer for each stage. Experts come first:
+# some routers want them on several ranks.
+KINDS = {"expert": 4, "pipeline": 0, "tensor": 4, "context": 4}
 _SIZES = {
     **{kind: f"{kind}-model-parallel-size" for kind in ("pipeline", "expert", "tensor")},
     "context": "context-parallel-size",

@@ -48,6 +48,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         *("merge-file", "tokenizer-not-use-fast", "tokenizer-padding-side", "tiktoken-pattern", "load", "save"),
         *("save-interval", "pretrained-checkpoint", "exit-on-missing-checkpoint", "finetune", "ckpt-format"),
         *("tensorboard-dir", "wandb-*", "enable-hf2mg-convert", "model-type-hf", "handler-name", "profile*"),
+        "no-shared-storage",
     ),
     "schedule of the long job": (
         *("train-samples", "lr-decay-iters", "lr-decay-samples", "lr-warmup-iters", "lr-warmup-samples"),
