@@ -235,7 +235,7 @@ def _sentences(
     alone = [kind for kind, size in layout.sizes.items() if size == 1 < asked[kind]]
     said.append(
         f"  layout: {', '.join([*shares, f'data {layout.data}'])}; in brackets the recipe's"
-        + (f"; not rehearsed, as it does not fit: {' and '.join(alone)} parallel" if alone else "")
+        + (f"; not rehearsed: {' and '.join(alone)} parallel" if alone else "")
     )
     numbers = {name: number_of(recipe, name) for name in ("num-layers", *tables.AT_MOST, "global-batch-size")}
     shrunk = [
