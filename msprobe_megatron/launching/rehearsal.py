@@ -181,10 +181,12 @@ def rehearse(launch: Launch, added: Sequence[str], ranks: int, host: str, folder
 def _changed(flags: Sequence[Flag], layout: Layout, host: str, folder: Path) -> dict[str, str]:
     """Flag -> its value in the rehearsal, empty for one without."""
     changed: dict[str, str] = dict(tables.ALWAYS)
-    if host not in tables.ASCEND:
+    if host in tables.ASCEND:
+        changed |= dict.fromkeys(tables.ASCEND_SWITCHES, "")
+    else:
         parser = _parser_text(folder)
         changed |= tables.PLAIN_KERNELS
-        changed |= {name: "" for name in tables.PLAIN_SWITCHES if f"--{name}" in parser}
+        changed |= dict.fromkeys((name for name in tables.PLAIN_SWITCHES if f"--{name}" in parser), "")
     for name, most in tables.AT_MOST.items():
         if any(flag.name == name for flag in flags):
             given = number_of(flags, name)

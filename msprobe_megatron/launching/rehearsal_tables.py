@@ -33,6 +33,8 @@ ALWAYS: Mapping[str, str] = {
     **{"split": "60,30,10", "eval-iters": "1", "eval-interval": "1000", "num-workers": "0", "log-interval": "1"},
     "distributed-backend": "gloo",
 }
+# ModelLink and MindSpeed-LLM take care of the others themselves.
+ASCEND_SWITCHES = ("no-gradient-accumulation-fusion",)
 # Megatron-LM alone asks for fused kernels unless it is told not to; the switches, where its parser has them.
 PLAIN_KERNELS: Mapping[str, str] = {"transformer-impl": "local"}
 PLAIN_SWITCHES = (
