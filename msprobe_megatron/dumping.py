@@ -128,6 +128,8 @@ class Dumping(Part):
             self._selections.append((order.steps, order.level or self.asked.level))
         elif order.level is not None:
             self._selections = [(steps, order.level) for steps, _ in self._selections]
+        # Hooks that rest since the last step were to be used in this one; `begin` sets them again if they are.
+        self._modules.remove()
         return order.monitor is None or order != Order(monitor=order.monitor)
 
     def describe(self) -> str:
@@ -156,10 +158,13 @@ class Dumping(Part):
 
     def remove(self) -> None:
         """Take the hooks away."""
+        self._remove_all_but_modules()
+        self._modules.remove()
+
+    def _remove_all_but_modules(self) -> None:
         self.calls_end()
         self._saved.remove()
         self._comm.remove()
-        self._modules.remove()
 
     def pause(self) -> None:
         """The model runs for something else than the step; gradients that are awaited stay awaited."""
@@ -206,10 +211,14 @@ class Dumping(Part):
 
     def finish(self, complete: bool) -> None:
         """The step is over: its rows go to the writer."""
-        self.remove()
+        step = self._job.clock.step
+        self._remove_all_but_modules()
+        if self.next_from(step + 1) == step + 1:
+            self._modules.pause()
+        else:
+            self._modules.remove()
         sites = {"modules": self._modules.structure(), "apis": self._apis.structure}
         self._job.submit(self._probe.finish(complete, sites))
-        step = self._job.clock.step
         if self._announces and not self.steps and complete:
             self._job.submit(Announcement(self._announcer, step, steps_asked(self._job, self._job.config.steps, step)))
         self.steps.append(step)

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "native": set(),  # the compiled kernel, its build and its cache
     "measure": {"native"},  # pure: tensors in, tensors out
     "probes": {"measure", "record", "clock", "config", "topology", "backends"},
-    "sites": {"probes", "clock", "patching", "config", "topology"},
+    "sites": {"probes", "clock", "patching", "config", "topology", "native"},  # native: hooks may be compiled, too
     "patches": {"sites", "probes", "clock", "patching", "importing", "arguments", "config", "topology"},
     "analyse": {"record", "config", "topology"},  # reads run directories, never a live model
     "checkpoints": {"analyse", "measure"},  # whole tensors out of Megatron's checkpoints

@@ -87,14 +87,28 @@ class Compiled:
         if not self.numbered and x.is_contiguous():
             self._stats(pointer, numel, code, values, address)
             return True
-        shape, strides = x.shape, x.stride()
-        key = (code, values, shape, strides, id(numbering))
-        plan = self._plans[key] if key in self._plans else self._new_plan(key, x, numbering)
+        plan = self._plan(x, found, numbering)
         if plan is None:
             self._stats(pointer, numel, code, values, address)
         else:
             self._measure(pointer, plan.address, address)
         return True
+
+    def plan(self, x: torch.Tensor, numbering: Numbering | None) -> Plan:
+        """How the kernel walks through tensors like ``x``, which is `readable`, and numbers their elements.
+
+        Example::
+
+            compiled.plan(x, numbering).address
+        """
+        found = self._plan(x, self.codes[x.dtype], numbering)
+        if found is None:
+            raise ValueError("elements are numbered where a digest or a sketch is asked for")
+        return found
+
+    def _plan(self, x: torch.Tensor, coded: tuple[int, int], numbering: Numbering | None) -> Plan | None:
+        key = (*coded, x.shape, x.stride(), id(numbering))
+        return self._plans[key] if key in self._plans else self._new_plan(key, x, numbering)
 
     def _new_plan(self, key: Any, x: torch.Tensor, numbering: Numbering | None) -> Plan | None:
         if len(self._plans) >= _PLANS_KEPT:

@@ -1,13 +1,13 @@
 """Identity, memory of what was seen, statistics and row of a tensor in one compiled call.
 
-Stands before `once` and `measurer` in a probe that wants statistics only: a plain tensor of host memory needs
-neither of them. What the call does not take goes the way through Python, which gives the same.
+Stands before `once` and `measurer` in a probe that wants statistics, digests and sketches: a plain tensor of host
+memory needs neither of them. What the call does not take goes the way through Python, which gives the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 
@@ -15,9 +15,9 @@ from msprobe_megatron import native
 from msprobe_megatron.measure.measurer import Measurer
 from msprobe_megatron.native.looking import NO_ROOM, NOT_MINE
 
-__all__ = ["NOT_MINE", "NO_ROOM", "Look", "WriteRow", "looks", "row_writer"]
+__all__ = ["NOT_MINE", "NO_ROOM", "Look", "Pen", "See", "looks", "pen"]
 
-WriteRow = Callable[[Any, torch.Tensor, int | None, str], tuple[Any, ...] | Literal[False] | None]
+See = Callable[[Any, torch.Tensor, int | None, str], None]
 
 
 class Look(Protocol):
@@ -33,16 +33,36 @@ class Look(Protocol):
         """How many tensors are known."""
 
 
-def looks(measurer: Measurer, take: Callable[[], int]) -> Callable[[], Look] | None:
-    """A maker of looks, one for each step, that measure into slots of ``take``; None where there is no compiled one.
+class Pen(Protocol):
+    """Writes rows on the page of the running step."""
+
+    def __call__(self, place: Any, tensor: torch.Tensor, microbatch: int | None, phase: str, /) -> None:
+        """Measure a tensor, unless it was measured a moment ago, and write its row."""
+
+    def turn(self, look: Look = ..., weights: Look = ..., cells: list[Any] = ..., /) -> None:
+        """Write on another page: two looks, of tensors and of parameters, and its cells; without them on none."""
+
+
+class Slots(Protocol):
+    """Where figures go: `record.slots.SlotTable`, as far as it matters here."""
+
+    def count_by(self, restart: Callable[[], Iterator[int]]) -> None:
+        """Number slots by this counter."""
+
+    def grow(self, slot: int) -> int:
+        """Make room for a slot."""
+
+
+def looks(measurer: Measurer, slots: Slots) -> Callable[[], Look] | None:
+    """A maker of looks, one for each step, that measure into slots of a table; None where there is no compiled one.
 
     Example::
 
-        new = looks(measurer, table.take)
+        new = looks(measurer, table)
         slot = new().see(x) if new is not None else NOT_MINE
     """
     compiled = measurer.compiled
-    if compiled is None or compiled.numbered:
+    if compiled is None:
         return None
     module = native.load_look()
     if module is None:
@@ -53,21 +73,32 @@ def looks(measurer: Measurer, take: Callable[[], int]) -> Callable[[], Look] | N
             for dtype, (code, values) in compiled.codes.items()
         ]
     kinds = (torch.Tensor, torch.nn.Parameter)
+    counter = module.Counter()
+    slots.count_by(counter.restart)
     # The tables of values of 8-bit dtypes lie in `compiled`, which must live as long as what reads them.
-    eye = module.Eye(take, measurer.addresses, *native.kernel_addresses(), *kinds, samples, compiled)
+    eye = module.Eye(counter, slots.grow, measurer.addresses, *native.kernel_addresses(), *kinds, samples, compiled)
     return lambda: module.Look(eye)
 
 
-def row_writer(look: Look, weights: Look, clock: Any, dtypes: dict[torch.dtype, str]) -> WriteRow:
-    """What writes the row of a tensor in one compiled call: looks at it, and numbers it by ``clock.seq``.
+def pen(
+    clock: Any,
+    describe: Callable[[Any, torch.Tensor], tuple[Any, ...] | None],
+    slow: See,
+    late: Callable[[int], None],
+    *,
+    numbered: bool,
+) -> Pen:
+    """What writes the row of a tensor in one compiled call: looks at it, and numbers the row by ``clock.seq``.
 
-    Gives the cells of a `Sighting`, False without a free slot, and None for what has to be seen in Python: a tensor
-    that the look does not take, or a shape or a dtype that the place and ``dtypes`` do not know yet.
+    ``describe(place, tensor)`` gives what the rows of a place have in common as long as shape, strides and dtype stay:
+    layout, name of the dtype, extra, number of the numbering, address of its plan, and who keeps the plan; or None.
+    ``slow`` does the same as the pen for what it does not take, ``late`` is told of a slot whose page is closed.
 
     Example::
 
-        write = row_writer(new(), new(), clock, {torch.float32: "float32"})
-        cells = write(place, tensor, 0, "forward")
+        write = pen(clock, describe, self._see, self._too_late, numbered=False)
+        write.turn(new(), new(), cells)
+        write(place, tensor, 0, "forward")
     """
-    write: WriteRow = native.look().Notes(look, weights, clock, dtypes).row  # type: ignore[union-attr]
-    return write
+    made: Pen = native.look().Pen(clock, describe, slow, late, numbered)  # type: ignore[union-attr]
+    return made

@@ -33,12 +33,16 @@ class BuildError(Exception):
 
 
 class Recipe(NamedTuple):
-    """What to build: the name of the library, its source, the flags of the compiler, and what it is linked with."""
+    """What to build: the name of the library, its source, the flags of the compiler, and what it is linked with.
+
+    ``parts`` are the files beside the source that it includes.
+    """
 
     name: str
     source: Path
     flags: tuple[str, ...]
     libraries: tuple[str, ...]
+    parts: tuple[str, ...] = ()
 
 
 def _kernel() -> Recipe:
@@ -93,7 +97,8 @@ def _fingerprint(compiler: str, level: Level, deadline: float, recipe: Recipe) -
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{compiler}: {error}") from error
     flags = " ".join((*recipe.flags, *level.flags))
-    seed = (recipe.source.read_bytes(), version, flags.encode(), platform.machine().encode())
+    texts = [path.read_bytes() for path in (recipe.source, *map(recipe.source.with_name, recipe.parts))]
+    seed = (*texts, version, flags.encode(), platform.machine().encode())
     return hashlib.sha256(b"\0".join(seed)).hexdigest()[:24]
 
 

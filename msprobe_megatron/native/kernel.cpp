@@ -70,6 +70,8 @@ INLINE void widen(Floats v, Doubles& a, Doubles& b) {
 }
 INLINE void widen(Shorts h, Words& u) { u = (Words)_mm512_cvtepu16_epi32((__m256i)h); }
 INLINE void add_square(Doubles a, Doubles& s) { s = (Doubles)_mm512_fmadd_pd((__m512d)a, (__m512d)a, (__m512d)s); }
+// One times it: the units that multiply have time, those that add are what everything else here waits for.
+INLINE void add_to(Doubles a, Doubles& s) { s = (Doubles)_mm512_fmadd_pd((__m512d)a, _mm512_set1_pd(1.0), (__m512d)s); }
 #elif defined(__AVX2__)
 INLINE void widen(Floats v, Doubles& a, Doubles& b) {
     a = (Doubles)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v));
@@ -77,6 +79,7 @@ INLINE void widen(Floats v, Doubles& a, Doubles& b) {
 }
 INLINE void widen(Shorts h, Words& u) { u = (Words)_mm256_cvtepu16_epi32((__m128i)h); }
 INLINE void add_square(Doubles a, Doubles& s) { s = (Doubles)_mm256_fmadd_pd((__m256d)a, (__m256d)a, (__m256d)s); }
+INLINE void add_to(Doubles a, Doubles& s) { s += a; }
 #else
 INLINE void widen(Floats v, Doubles& a, Doubles& b) {
     HalfFloats left, right;
@@ -87,6 +90,7 @@ INLINE void widen(Floats v, Doubles& a, Doubles& b) {
 }
 INLINE void widen(Shorts h, Words& u) { u = __builtin_convertvector(h, Words); }
 INLINE void add_square(Doubles a, Doubles& s) { s += a * a; }
+INLINE void add_to(Doubles a, Doubles& s) { s += a; }
 #endif
 
 enum Code { F32, F64, BF16, FP16, I16C, I32C, I64C, U16C, U32C, U64C, BYTE };
@@ -103,10 +107,19 @@ INLINE void clear(Stats& s) {
     s.nan = s.posinf = s.neginf = s.zero = 0;
 }
 
-// Elements that are read as float, a vector at a time.
+// Elements that are read as float, a vector at a time; `wide` gives them as doubles.
 struct Single {
     typedef float T;
     INLINE void load(const T* p, Floats& v) { memcpy(&v, p, BYTES); }
+#if defined(__AVX512F__)
+    // Read once more, which costs less than to take a vector apart.
+    INLINE void wide(const T* p, Floats v, Doubles& a, Doubles& b) {
+        a = (Doubles)_mm512_cvtps_pd(_mm256_loadu_ps(p));
+        b = (Doubles)_mm512_cvtps_pd(_mm256_loadu_ps(p + LANES / 2));
+    }
+#else
+    INLINE void wide(const T* p, Floats v, Doubles& a, Doubles& b) { widen(v, a, b); }
+#endif
     INLINE double one(const T* p) { return *p; }
 };
 struct Brain {
@@ -118,6 +131,7 @@ struct Brain {
         widen(h, u);
         v = (Floats)(u << 16);
     }
+    INLINE void wide(const T* p, Floats v, Doubles& a, Doubles& b) { widen(v, a, b); }
     INLINE double one(const T* p) {
         uint32_t u = (uint32_t)*p << 16;
         float f;
@@ -139,6 +153,7 @@ struct Half {
         Words large = bits + 0x38000000 + (is_infinite & 0x38000000);
         v = (Floats)((is_small & (Words)small) | (~is_small & large) | ((u & 0x8000) << 16));
     }
+    INLINE void wide(const T* p, Floats v, Doubles& a, Doubles& b) { widen(v, a, b); }
     INLINE double one(const T* p) {
         uint32_t h = *p, exponent = (h >> 10) & 31, fraction = h & 1023;
         double v = exponent == 31 ? (fraction ? NAN : INFINITY)
@@ -212,9 +227,9 @@ template <class R> INLINE void narrow_piece(const typename R::T* p, int64_t n, S
                 keep_high(v, high);
                 count_zeros(v, zeros);
                 Doubles a, b;
-                widen(v, a, b);
-                sums[2 * g] += a;
-                sums[2 * g + 1] += b;
+                R::wide(p + i + g * LANES, v, a, b);
+                add_to(a, sums[2 * g]);
+                add_to(b, sums[2 * g + 1]);
                 add_square(a, squares[2 * g]);
                 add_square(b, squares[2 * g + 1]);
             }
@@ -235,6 +250,61 @@ template <class R> INLINE void narrow_piece(const typename R::T* p, int64_t n, S
     add(s, part);
 }
 
+// Four pieces at once, `apart` elements from each other, each into figures of its own. Memory that is read at four places at
+// a time comes half as fast again, and asking for it ahead of time only delays it.
+constexpr int PLACES = 4;
+template <class R> INLINE void four_pieces(const typename R::T* p, int64_t apart, Stats* parts) {
+    Floats low, high;
+    R::load(p, low);
+    high = low;
+    Doubles sums[PLACES][2 * GROUPS] = {}, squares[PLACES][2 * GROUPS] = {};
+    Ints zeros = {};
+    // Strip by strip: closer together they would be in each other's way.
+    constexpr int64_t STRIP = 512;
+    for (int64_t strip = 0; strip < PIECE; strip += STRIP) {
+        for (int at = 0; at < PLACES; at++) {
+            const typename R::T* q = p + at * apart + strip;
+            Doubles sum[2 * GROUPS], square[2 * GROUPS];
+            memcpy(sum, sums[at], sizeof sum);
+            memcpy(square, squares[at], sizeof square);
+            for (int64_t i = 0; i < STRIP; i += 16) {
+#pragma GCC unroll 4
+                for (int g = 0; g < GROUPS; g++) {
+                    Floats v;
+                    R::load(q + i + g * LANES, v);
+                    keep_low(v, low);
+                    keep_high(v, high);
+                    count_zeros(v, zeros);
+                    Doubles a, b;
+                    R::wide(q + i + g * LANES, v, a, b);
+                    add_to(a, sum[2 * g]);
+                    add_to(b, sum[2 * g + 1]);
+                    add_square(a, square[2 * g]);
+                    add_square(b, square[2 * g + 1]);
+                }
+            }
+            memcpy(sums[at], sum, sizeof sum);
+            memcpy(squares[at], square, sizeof square);
+        }
+    }
+    double found[PLACES], all = 0;
+    for (int at = 0; at < PLACES; at++) all += found[at] = total(sums[at], 2 * GROUPS);
+    if (!__builtin_isfinite(all)) {
+        for (int at = 0; at < PLACES; at++) narrow_piece<R>(p + at * apart, PIECE, parts[at]);
+        return;
+    }
+    for (int at = 0; at < PLACES; at++) {
+        parts[at].sum += found[at];
+        parts[at].squares += total(squares[at], 2 * GROUPS);
+    }
+    // Whose extremes and zeros these are does not matter to the whole.
+    for (int k = 0; k < LANES; k++) {
+        parts->low = low[k] < parts->low ? low[k] : parts->low;
+        parts->high = high[k] > parts->high ? high[k] : parts->high;
+        parts->zero += zeros[k];
+    }
+}
+
 // Through memory by force: a vector that is read by halves would be kept there all through the loop that made it.
 INLINE void add_halves(Floats v, Doubles* to) {
     volatile Floats stored = v;
@@ -246,12 +316,12 @@ INLINE void add_halves(Floats v, Doubles* to) {
 }
 
 // Twice as fast: sums in float over runs of 512, sixteen additions to a lane, then in double. Extremes at which the square
-// of a float is lost go through the piece above.
-template <class R> INLINE void quick_piece(const typename R::T* p, int64_t n, Stats& s) {
+// of a float is lost go through the pieces above. Several at once, too, run by run.
+template <class R, int COUNT> INLINE void quick_piece(const typename R::T* p, int64_t apart, int64_t n, Stats& s) {
     constexpr int SETS = 2 * GROUPS;
     int64_t whole = n & ~(int64_t)31;
     if (!whole) {
-        narrow_piece<R>(p, n, s);
+        for (int at = 0; at < COUNT; at++) narrow_piece<R>(p + at * apart, n, s);
         return;
     }
     Stats part;
@@ -263,31 +333,32 @@ template <class R> INLINE void quick_piece(const typename R::T* p, int64_t n, St
     Doubles wide_sums[2 * SETS] = {}, wide_squares[2 * SETS] = {};
     Ints zeros = {}, zeros_too = {};
     for (int64_t run = 0; run < whole; run += 512) {
-        int64_t stop = run + 512 < whole ? run + 512 : whole;
-        // The machine reads ahead within a page only: have the page after the next one looked up in time.
-        __builtin_prefetch((const char*)(p + run) + 8192);
-        // No arrays here: the accumulators stay in registers. Two of each, or every addition would wait for the last.
-        for (int g = 0; g < GROUPS; g++) {
-            Floats sum = {}, square = {}, sum_too = {}, square_too = {};
-            for (int64_t i = run + g * LANES; i < stop; i += 32) {
-                Floats v, w;
-                R::load(p + i, v);
-                R::load(p + i + 16, w);
-                keep_low(v, low);
-                keep_low(w, low_too);
-                keep_high(v, high);
-                keep_high(w, high_too);
-                count_zeros(v, zeros);
-                count_zeros(w, zeros_too);
-                sum += v;
-                sum_too += w;
-                square += v * v;
-                square_too += w * w;
+        int64_t length = whole - run < 512 ? whole - run : 512;
+        for (int at = 0; at < COUNT; at++) {
+            const typename R::T* q = p + at * apart + run;
+            // No arrays here: the accumulators stay in registers. Two of each, or every addition would wait for the last.
+            for (int g = 0; g < GROUPS; g++) {
+                Floats sum = {}, square = {}, sum_too = {}, square_too = {};
+                for (int64_t i = g * LANES; i < length; i += 32) {
+                    Floats v, w;
+                    R::load(q + i, v);
+                    R::load(q + i + 16, w);
+                    keep_low(v, low);
+                    keep_low(w, low_too);
+                    keep_high(v, high);
+                    keep_high(w, high_too);
+                    count_zeros(v, zeros);
+                    count_zeros(w, zeros_too);
+                    sum += v;
+                    sum_too += w;
+                    square += v * v;
+                    square_too += w * w;
+                }
+                add_halves(sum, wide_sums + 2 * g);
+                add_halves(sum_too, wide_sums + SETS + 2 * g);
+                add_halves(square, wide_squares + 2 * g);
+                add_halves(square_too, wide_squares + SETS + 2 * g);
             }
-            add_halves(sum, wide_sums + 2 * g);
-            add_halves(sum_too, wide_sums + SETS + 2 * g);
-            add_halves(square, wide_squares + 2 * g);
-            add_halves(square_too, wide_squares + SETS + 2 * g);
         }
     }
     keep_low(low_too, low);
@@ -305,11 +376,19 @@ template <class R> INLINE void quick_piece(const typename R::T* p, int64_t n, St
     }
     double most = part.high > -part.low ? part.high : -part.low;
     if (!__builtin_isfinite(part.sum) || most > 36028797018963968.0 || (most < 2.842170943040401e-14 && most > 0)) {
-        narrow_piece<R>(p, n, s);
+        for (int at = 0; at < COUNT; at++) narrow_piece<R>(p + at * apart, n, s);
         return;
     }
-    slowly<R>(p + whole, n - whole, part);
+    for (int at = 0; at < COUNT; at++) slowly<R>(p + at * apart + whole, n - whole, part);
     add(s, part);
+}
+
+// Many elements in a row.
+template <class R> INLINE void quickly(const typename R::T* p, int64_t n, Stats& s) {
+    int64_t quarter = n / PLACES / LONG_PIECE * LONG_PIECE, at = 0;
+    for (; at < quarter; at += LONG_PIECE) quick_piece<R, PLACES>(p + at, quarter, LONG_PIECE, s);
+    for (at = PLACES * quarter; at < n; at += LONG_PIECE)
+        quick_piece<R, 1>(p + at, 0, n - at < LONG_PIECE ? n - at : LONG_PIECE, s);
 }
 
 template <class R> INLINE void wide_piece(const typename R::T* p, int64_t n, Stats& s) {
@@ -372,13 +451,58 @@ void stats_piece(int code, const void* p, int64_t n, Stats& s, int64_t* bytes) {
     }
 }
 
-// As above, for the long runs of memory of gradients and optimizer states.
-void quick_stats_piece(int code, const void* p, int64_t n, Stats& s, int64_t* bytes) {
+INLINE int width_of(int code) {
     switch (code) {
-        case F32: quick_piece<Single>((const float*)p, n, s); break;
-        case BF16: quick_piece<Brain>((const uint16_t*)p, n, s); break;
-        case FP16: quick_piece<Half>((const uint16_t*)p, n, s); break;
-        default: stats_piece(code, p, n, s, bytes);
+        case F32: case I32C: case U32C: return 4;
+        case F64: case I64C: case U64C: return 8;
+        case BYTE: return 1;
+        default: return 2;
+    }
+}
+
+// The quarters of a large tensor are added up apart and then together, with what is left behind them: however it lies in
+// memory, a tensor of n elements has the same sums.
+struct Quarters {
+    int64_t quarter;
+    Stats parts[PLACES + 1];
+    INLINE void begin(Quarters& all, int64_t n) {
+        all.quarter = n >= PLACES * LONG_PIECE ? n / PLACES / PIECE * PIECE : 0;
+        for (Stats& part : all.parts) clear(part);
+    }
+    INLINE Stats& of(Quarters& all, int64_t at) {
+        int64_t part = all.quarter ? at / all.quarter : 0;
+        return all.parts[part < PLACES ? part : PLACES];
+    }
+    INLINE void together(const Quarters& all, Stats& s) {
+        for (const Stats& part : all.parts) add(s, part);
+    }
+};
+
+template <class R> INLINE int64_t four_by_four(const typename R::T* p, Quarters& all) {
+    for (int64_t at = 0; at < all.quarter; at += PIECE) four_pieces<R>(p + at, all.quarter, all.parts);
+    return PLACES * all.quarter;
+}
+
+// Elements without gaps.
+void stats_of(int code, const char* p, int64_t n, Stats& s, int64_t* bytes) {
+    Quarters all;
+    Quarters::begin(all, n);
+    int64_t at = 0, width = width_of(code);
+    if (all.quarter && code == F32) at = four_by_four<Single>((const float*)p, all);
+    if (all.quarter && code == BF16) at = four_by_four<Brain>((const uint16_t*)p, all);
+    if (all.quarter && code == FP16) at = four_by_four<Half>((const uint16_t*)p, all);
+    for (; at < n; at += PIECE)
+        stats_piece(code, p + at * width, n - at < PIECE ? n - at : PIECE, Quarters::of(all, at), bytes);
+    Quarters::together(all, s);
+}
+
+// The same, for the long runs of memory of gradients and optimizer states.
+void quick_stats_of(int code, const char* p, int64_t n, Stats& s, int64_t* bytes) {
+    switch (code) {
+        case F32: quickly<Single>((const float*)p, n, s); break;
+        case BF16: quickly<Brain>((const uint16_t*)p, n, s); break;
+        case FP16: quickly<Half>((const uint16_t*)p, n, s); break;
+        default: stats_of(code, p, n, s, bytes);
     }
 }
 
@@ -420,14 +544,6 @@ template <class U> INLINE uint64_t digest_piece(const U* p, int64_t n, uint64_t 
     return sum;
 }
 
-INLINE int width_of(int code) {
-    switch (code) {
-        case F32: case I32C: case U32C: return 4;
-        case F64: case I64C: case U64C: return 8;
-        case BYTE: return 1;
-        default: return 2;
-    }
-}
 
 uint64_t digest_of(int width, const void* p, int64_t n, uint64_t index) {
     switch (width) {
@@ -481,22 +597,25 @@ void gather(int width, const char* from, int64_t step, int64_t n, char* to) {
 
 // Elements of short runs wait here until they make a piece: the figures are those of a copy without gaps.
 struct Waiting {
-    int64_t held;
+    int64_t held, seen;
     char buffer[PIECE * 8];
 };
 
-void stats_run(int code, int width, const char* p, int64_t stride, int64_t n, Waiting& wait, Stats& s, int64_t* bytes) {
+void stats_run(int code, int width, const char* p, int64_t stride, int64_t n, Waiting& wait, Quarters& all,
+               int64_t* bytes) {
     while (n) {
         int64_t some = n < PIECE - wait.held ? n : PIECE - wait.held;
         if (stride == 1 && some == PIECE) {
-            stats_piece(code, p, PIECE, s, bytes);
+            stats_piece(code, p, PIECE, Quarters::of(all, wait.seen), bytes);
+            wait.seen += PIECE;
         } else {
             char* to = wait.buffer + wait.held * width;
             if (stride == 1) memcpy(to, p, (size_t)(some * width));
             else gather(width, p, stride, some, to);
             wait.held += some;
             if (wait.held == PIECE) {
-                stats_piece(code, wait.buffer, PIECE, s, bytes);
+                stats_piece(code, wait.buffer, PIECE, Quarters::of(all, wait.seen), bytes);
+                wait.seen += PIECE;
                 wait.held = 0;
             }
         }
@@ -529,9 +648,7 @@ void msprobe_stats(const char* data, int64_t n, int64_t code, const double* valu
     clear(s);
     int64_t bytes[256];
     if (code == BYTE) memset(bytes, 0, sizeof bytes);
-    int width = width_of((int)code);
-    for (int64_t at = 0; at < n; at += PIECE)
-        stats_piece((int)code, data + at * width, n - at < PIECE ? n - at : PIECE, s, bytes);
+    stats_of((int)code, data, n, s, bytes);
     if (code == BYTE) bytes_to_stats(bytes, values, s);
     put(s, out, (int64_t*)(out + 5));
 }
@@ -543,13 +660,12 @@ void msprobe_many(const int64_t* table, int64_t runs) {
     for (const int64_t* line = table; line < table + 5 * runs; line += 5) {
         const char* data = (const char*)(intptr_t)line[0];
         int64_t n = line[1];
-        int code = (int)line[2], width = width_of(code);
+        int code = (int)line[2];
         double* out = (double*)(intptr_t)line[4];
         Stats s;
         clear(s);
         if (code == BYTE) memset(bytes, 0, sizeof bytes);
-        for (int64_t at = 0; at < n; at += LONG_PIECE)
-            quick_stats_piece(code, data + at * width, n - at < LONG_PIECE ? n - at : LONG_PIECE, s, bytes);
+        quick_stats_of(code, data, n, s, bytes);
         if (code == BYTE) bytes_to_stats(bytes, (const double*)(intptr_t)line[3], s);
         put(s, out, (int64_t*)(out + 5));
     }
@@ -579,7 +695,11 @@ void msprobe_measure(const char* data, const int64_t* plan, double* out) {
     char buffer[PIECE * 8];
     double wide[PIECE];
     Waiting wait;
-    wait.held = 0;
+    wait.held = wait.seen = 0;
+    int64_t inner = 0;
+    for (int64_t g = 0; g < segments; g++) inner += segment[3 * g + 1];
+    Quarters all;
+    Quarters::begin(all, rows * inner);
     for (int64_t row = 0; row < rows; row++) {
         int64_t offset = 0;
         uint64_t base = 0;
@@ -597,7 +717,7 @@ void msprobe_measure(const char* data, const int64_t* plan, double* out) {
                     gather(width, p, stride, some, buffer);
                     p = buffer;
                 }
-                stats_run(code, width, p, p == buffer ? 1 : stride, some, wait, s, bytes);
+                stats_run(code, width, p, p == buffer ? 1 : stride, some, wait, all, bytes);
                 if (cells >= 0) digest += digest_of(width, p, some, index + (uint64_t)i);
                 if (cells > 0) {
                     to_doubles(code, p, some, values, wide);
@@ -610,7 +730,8 @@ void msprobe_measure(const char* data, const int64_t* plan, double* out) {
             at[d] = 0;
         }
     }
-    if (wait.held) stats_piece(code, wait.buffer, wait.held, s, bytes);
+    if (wait.held) stats_piece(code, wait.buffer, wait.held, Quarters::of(all, wait.seen), bytes);
+    Quarters::together(all, s);
     if (code == BYTE) bytes_to_stats(bytes, values, s);
     put(s, out, (int64_t*)(out + 5));
     if (cells >= 0) ((uint64_t*)out)[9] = digest;
@@ -641,9 +762,11 @@ void msprobe_strided(const char* data, int64_t dims, const int64_t* sizes, const
     int64_t bytes[256], offset = 0;
     if (code == BYTE) memset(bytes, 0, sizeof bytes);
     Waiting wait;
-    wait.held = 0;
+    wait.held = wait.seen = 0;
+    Quarters all;
+    Quarters::begin(all, rows * n);
     for (int64_t row = 0; row < rows; row++) {
-        stats_run((int)code, width, data + offset * width, step, n, wait, s, bytes);
+        stats_run((int)code, width, data + offset * width, step, n, wait, all, bytes);
         for (int64_t d = outer - 1; d >= 0; d--) {
             offset += stride[d];
             if (++at[d] < size[d]) break;
@@ -651,7 +774,8 @@ void msprobe_strided(const char* data, int64_t dims, const int64_t* sizes, const
             at[d] = 0;
         }
     }
-    if (wait.held) stats_piece((int)code, wait.buffer, wait.held, s, bytes);
+    if (wait.held) stats_piece((int)code, wait.buffer, wait.held, Quarters::of(all, wait.seen), bytes);
+    Quarters::together(all, s);
     if (code == BYTE) bytes_to_stats(bytes, values, s);
     put(s, out, (int64_t*)(out + 5));
 }

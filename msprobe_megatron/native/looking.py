@@ -21,6 +21,7 @@ from msprobe_megatron.native.library import FLOAT32, kernel
 NO_ROOM, NOT_MINE = -2, -3
 """What `Look.see` says instead of a slot, as in look.cpp."""
 _NAME = "msprobe_look"
+_PARTS = ("look_tensors.h", "look_rows.h", "look_hooks.h")
 
 
 class _State:
@@ -32,7 +33,7 @@ class _State:
 
 
 def look() -> Any | None:
-    """The module with `Eye` and `Look`, if `load_look` has been successful."""
+    """The module with `Counter`, `Eye`, `Look`, `Pen`, `Watch` and `Hook`, if `load_look` has been successful."""
     return _State.module
 
 
@@ -85,7 +86,8 @@ def _recipe() -> Recipe:
         *(f"-DTORCH={torch.__version__}", f"-DPYTHON={sysconfig.get_config_var('SOABI')}"),
         *(f"-I{root / 'include'}", f"-I{python}"),
     )
-    return Recipe("look", Path(__file__).with_name("look.cpp"), flags, (f"-L{root / 'lib'}", "-lc10"))
+    libraries = (f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10")
+    return Recipe("look", Path(__file__).with_name("look.cpp"), flags, libraries, _PARTS)
 
 
 def _tells_the_truth(module: Any) -> bool:
@@ -95,9 +97,10 @@ def _tells_the_truth(module: Any) -> bool:
         x = torch.tensor([1.0, -2.0, 0.0, 4.0])
         table = torch.zeros((5, 9), dtype=torch.int64)
         addresses = [table[n].data_ptr() for n in range(5)]
-        slots = iter(range(5))
         kinds = (torch.Tensor, torch.nn.Parameter)
-        eye = module.Eye(lambda: next(slots), addresses, *kernel_addresses(), *kinds, [(x, FLOAT32, 0)], None)
+        eye = module.Eye(
+            module.Counter(), lambda slot: -1, addresses, *kernel_addresses(), *kinds, [(x, FLOAT32, 0)], None
+        )
         seen = module.Look(eye)
         answers = [seen.see(x), seen.see(x), seen.see(x.view(2, 2)), seen.see(x[1:]), seen.see(x.to(torch.int32))]
         answers += [seen.see(x.add_(1)), seen.see(x[::2])]
@@ -108,13 +111,14 @@ def _tells_the_truth(module: Any) -> bool:
     ]
 
 
-def kernel_addresses() -> tuple[int, int]:
-    """Where the two functions of the kernel that a look calls are in memory: for tensors without gaps, and with them.
+def kernel_addresses() -> tuple[int, int, int]:
+    """Where the functions of the kernel that a look calls are: for tensors without gaps, with them, by a plan.
 
-    Example: ``Eye(take, addresses, *kernel_addresses(), …)``.
+    Example: ``Eye(counter, grow, addresses, *kernel_addresses(), …)``.
     """
     found = kernel()
     if found is None:
         raise BuildError("no kernel")
-    stats, strided = (ctypes.cast(work, ctypes.c_void_p).value or 0 for work in (found.stats, found.strided))  # type: ignore[arg-type]
-    return stats, strided
+    work: tuple[Any, ...] = (found.stats, found.strided, found.measure)
+    stats, strided, measure = (ctypes.cast(one, ctypes.c_void_p).value or 0 for one in work)
+    return stats, strided, measure

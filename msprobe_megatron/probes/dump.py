@@ -15,7 +15,7 @@ from torch import nn
 from msprobe_megatron.clock import Clock
 from msprobe_megatron.config import DumpConfig
 from msprobe_megatron.measure.hashes import HASHES
-from msprobe_megatron.measure.looks import NO_ROOM, NOT_MINE, Look, WriteRow, looks, row_writer
+from msprobe_megatron.measure.looks import NO_ROOM, NOT_MINE, Look, See, looks, pen
 from msprobe_megatron.measure.measurer import Measurer
 from msprobe_megatron.measure.once import SeenTensors, key_of
 from msprobe_megatron.record.batches import SitesFile, StepBatch
@@ -39,18 +39,18 @@ def _not_mine(tensor: torch.Tensor) -> int:
 class _Page:
     """What one step fills. A new one for each, so that a thread that outlives a step writes to nobody's."""
 
-    __slots__ = ("add", "hashes", "look", "look_weights", "looks", "rows", "saved", "seen", "weights", "write")
+    __slots__ = ("add", "hashes", "look", "look_weights", "looks", "rows", "saved", "seen", "weights")
 
-    def __init__(self, new_look: Callable[[], Look] | None = None) -> None:
+    def __init__(self, new_look: Callable[[], Look] | None = None, numbered: bool = False) -> None:
         self.rows = Sightings()
         self.add = self.rows.add
         self.seen = SeenTensors()
         self.weights = SeenTensors()  # nothing but the optimizer changes them: measured and saved once a step
-        # The same two in one compiled call, for what it can read.
+        # The same two in one compiled call, for what it can read; numbers of elements are known to a pen only.
         self.looks = (new_look(), new_look()) if new_look is not None else None
-        self.look: Callable[[torch.Tensor], int] = self.looks[0].see if self.looks else _not_mine
-        self.look_weights: Callable[[torch.Tensor], int] = self.looks[1].see if self.looks else _not_mine
-        self.write: WriteRow | None = None
+        simple = self.looks if not numbered else None
+        self.look: Callable[[torch.Tensor], int] = simple[0].see if simple else _not_mine
+        self.look_weights: Callable[[torch.Tensor], int] = simple[1].see if simple else _not_mine
         self.hashes: dict[int, str] = {}
         self.saved: dict[int | None, str] = {}
 
@@ -77,7 +77,7 @@ class DumpProbe:
         self._matchers = {text: _matcher(text) for text in config.list}
         self._numbered = config.digest is True or config.sketch > 0
         self._measure = Measurer(slots, digest=config.digest is True, sketch=config.sketch)
-        self._looks = looks(self._measure, slots.take)
+        self._looks = looks(self._measure, slots)
         self._numberings: dict[int, tuple[Numbering | None, str | None, Layout]] = {}
         self._hash = HASHES.get(config.digest) if isinstance(config.digest, str) else None
         self._measures = config.task != "structure"
@@ -90,6 +90,12 @@ class DumpProbe:
         self._sites_file = SitesFile()
         self._records_file = RecordsFile()
         self._dtypes: dict[torch.dtype, str] = {}
+        self.see: See = self._see
+        """Measure a tensor, unless it was measured a moment ago, and write its row."""
+        self._pen = None
+        whole = self._measures and self._hash is None and self._packs is None
+        if self._looks is not None and whole and self._microbatches is None:
+            self.see = self._pen = pen(clock, self._describe, self._see, self._too_late, numbered=self._numbered)
         self._page = self._new_page()
         self.matched: set[str] = set()
         self.fired: Counter[str] = Counter()
@@ -118,20 +124,9 @@ class DumpProbe:
         """Patterns of `list` that no module or parameter of this rank has."""
         return [text for text in self._matchers if text not in self.matched]
 
-    def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
-        """Measure a tensor, unless it was measured a moment ago, and write its row."""
+    def _see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
+        """`see` in Python, for what the pen does not take, and where there is none."""
         page = self._page
-        row = page.write(place, tensor, microbatch, phase) if page.write is not None else None
-        if row is None:
-            self._see(place, tensor, microbatch, phase, page)
-        elif row:
-            if page is self._page:
-                page.add(row)
-            else:
-                self._too_late(row[6])
-
-    def _see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str, page: _Page) -> None:
-        """The same in Python, which is needed where more than statistics is asked for."""
         chosen = self._microbatches
         if chosen is not None and microbatch is not None and microbatch not in chosen:
             return
@@ -162,10 +157,23 @@ class DumpProbe:
         self._slots.spoil(slot)
 
     def _new_page(self) -> _Page:
-        page = _Page(self._looks)
-        if page.looks is not None and self._plain and self._microbatches is None:
-            page.write = row_writer(*page.looks, self._clock, self._dtypes)
+        page = _Page(self._looks, self._numbered)
+        if self._pen is not None and page.looks is not None:
+            self._pen.turn(*page.looks, page.rows.cells)
         return page
+
+    def _describe(self, place: Place, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """What the rows of a place have in common, for the pen; None for a tensor that it cannot take."""
+        layout = place.layout(tensor.shape)
+        name = self._dtypes.get(tensor.dtype) or self._dtype_name(tensor.dtype)
+        if not self._numbered:
+            return layout, name, place.extra, 0, 0, None
+        compiled = self._measure.compiled
+        if compiled is None or compiled.readable(tensor) is None:
+            return None
+        numbering, extra = self._numbers(layout)
+        plan = compiled.plan(tensor, numbering)
+        return layout, name, _joined(place.extra, extra), id(numbering) if numbering else 0, plan.address, plan
 
     def _in_full(
         self, place: Place, layout: Layout, tensor: torch.Tensor, page: _Page
@@ -181,9 +189,7 @@ class DumpProbe:
                 self._save(place.name, tensor, slot, page)
             if self._hash is not None:
                 extra = self._hashed(tensor, slot, page)
-        if place.extra is not None:
-            extra = place.extra if extra is None else f"{place.extra[:-1]}, {extra[1:]}"
-        return slot, extra, page.saved.get(slot) if self._packs is not None else None
+        return slot, _joined(place.extra, extra), page.saved.get(slot) if self._packs is not None else None
 
     def _numbers(self, layout: Layout) -> tuple[Numbering | None, str | None]:
         """Numbering of the elements, and a mark for the row when it is not that of the whole tensor."""
@@ -255,6 +261,8 @@ class DumpProbe:
         """The step's rows, ready for the writer; the probe is empty again."""
         # A page for nobody while the slots are sealed: a thread that goes on now takes a slot of this step or of the
         # next, and no row of either may name it.
+        if self._pen is not None:
+            self._pen.turn()
         page, self._page = self._page, (nobodys := _Page())
         slots = self._slots.seal()
         self._page = self._new_page()
@@ -268,6 +276,13 @@ class DumpProbe:
             self._packs.finish()
         only = self._config.task == "nonfinite"
         return StepBatch(self._clock.step, rows, slots, sites, complete, only, self._sites_file, self._records_file)
+
+
+def _joined(first: str | None, second: str | None) -> str | None:
+    """One JSON object of two, either of which may be missing."""
+    if first is None or second is None:
+        return first or second
+    return f"{first[:-1]}, {second[1:]}"
 
 
 def _matcher(text: str) -> Callable[[str], bool]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -148,7 +148,8 @@ class SlotTable:
         self.on_host = device.type == "cpu" and float_dtype is torch.float64
         self.addresses: list[int] = []
         """Where each slot lies, for kernels that write to host memory; only for a table ``on_host``."""
-        self._next = itertools.count()
+        self._next: Iterator[int] = itertools.count()
+        self._restart: Callable[[], Iterator[int]] = itertools.count
         self._growing = threading.Lock()
         self._spoilt: list[int] = []
         self.dropped = 0
@@ -167,7 +168,18 @@ class SlotTable:
             slot = table.take()
         """
         slot = next(self._next)  # atomic, unlike adding one to an attribute
-        return slot if slot < len(self._counts) else self._grow(slot)
+        return slot if slot < len(self._counts) else self.grow(slot)
+
+    def count_by(self, restart: Callable[[], Iterator[int]]) -> None:
+        """Number slots by another counter, which compiled code can take from without asking; before the first slot.
+
+        ``restart`` gives it, counting from 0. Who takes a number beyond ``addresses`` calls `grow`.
+
+        Example::
+
+            table.count_by(counter.restart)
+        """
+        self._restart, self._next = restart, restart()
 
     def spoil(self, slot: int) -> None:
         """Somebody took a slot in a step that is over and filled it only now: whoever has it in this one reads nothing.
@@ -235,7 +247,8 @@ class SlotTable:
 
             batch = StepBatch(step, rows, table.seal(), sites, complete=True)
         """
-        taken = min(next(self._next), len(self._counts))
+        # By blocks, which are noted first when the table grows: another thread may be at it, with slots in use.
+        taken = min(next(self._next), len(self._blocks) * self._rows)
         copies = []
         while self._spoilt:
             slot = self._spoilt.pop()
@@ -248,10 +261,16 @@ class SlotTable:
             copies.append(self._to_host(taken_part))
             # A slot that is taken and then not filled must not show the figures of an earlier step.
             taken_part.copy_(self._blank)
-        self._next = itertools.count()
+        self._next = self._restart()
         return SealedSlots(copies, self._words, self._dtype, taken, self._more)
 
-    def _grow(self, slot: int) -> int:
+    def grow(self, slot: int) -> int:
+        """Make room for a slot that was taken; -1 (counted in ``dropped``) when the limit is reached.
+
+        Example::
+
+            table.grow(1024)
+        """
         with self._growing:
             while slot >= len(self._counts):
                 if len(self._blocks) >= self._most_blocks:

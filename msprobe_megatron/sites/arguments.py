@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 _NESTING = 4
-_NO_TENSORS = frozenset({type(None), str, int, float, bool, nn.Parameter, torch.dtype, torch.device, torch.Size})
+NO_TENSORS = frozenset({type(None), str, int, float, bool, nn.Parameter, torch.dtype, torch.device, torch.Size})
+"""Types of values that are not looked into."""
 Found = list[tuple[str, torch.Tensor]]
 own_work = torch._C.DisableTorchFunction
 """A context in which what the kit does with tensors is not taken for a call of the training code."""
@@ -27,7 +28,7 @@ def find_tensors(value: Any, path: str, found: Found, depth: int = 0, parameters
     kind = type(value)
     if kind is torch.Tensor:
         found.append((path, value))
-    elif kind in _NO_TENSORS or depth == _NESTING:
+    elif kind in NO_TENSORS or depth == _NESTING:
         if parameters and kind is nn.Parameter:
             found.append((path, value))
     elif isinstance(value, torch.Tensor):

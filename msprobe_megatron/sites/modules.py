@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.sites.arguments import Found, named_arguments, own_work, results
 from msprobe_megatron.sites.arriving import See, await_gradient
+from msprobe_megatron.sites.compiled_hooks import Watch, new_hook, new_watch
 from msprobe_megatron.sites.module_hooks import ModuleHooks
 from msprobe_megatron.sites.stacks import call_stack
 from msprobe_megatron.topology import names
@@ -91,6 +93,7 @@ class ModuleSite:
         self._active = self._hooked = False
         self._round = 0
         self._see_gradient = self._gradient()
+        self._watch: Watch | None = None
         self.stacks: dict[int, list[str]] = {}
         self._structure: list[dict[str, Any]] = []
         self._structured = 0
@@ -104,12 +107,18 @@ class ModuleSite:
         self._forward_out = sink.wants_io("forward", "output")
         self._backward_in = sink.wants_io("backward", "input")
         self._backward_out = sink.wants_io("backward", "output")
+        if self.watched:
+            sides = (self._forward_in, self._forward_out, self._backward_in, self._backward_out)
+            self._watch = new_watch(clock, sink.see, fault, self._gradient_fault, stacks, sides)
 
     def install(self) -> None:
         """Set the hooks, or use those that are still there; called at the beginning of a recorded step."""
-        self._active = True
         self._round += 1
         self._see_gradient = self._gradient()
+        if self._watch is not None:
+            self._watch.round = self._round
+            self._watch.see, self._watch.see_gradient = self._sink.see, self._see_gradient
+        self._switch(True)
         for watched in self.watched:
             watched.calls.clear()
         if self._hooked:
@@ -117,23 +126,29 @@ class ModuleSite:
         self._hooked = True
         for watched in self.watched:
             if watched.hooks is None:
-                watched.hooks = ModuleHooks(watched.entry.module, self._before(watched), self._after(watched))
+                watched.hooks = ModuleHooks(watched.entry.module, *self._hooks(watched))
             watched.hooks.set()
 
     def pause(self) -> None:
         """Leave the hooks in place and ignore what they see."""
-        self._active = False
+        self._switch(False)
 
     def resume(self) -> None:
         """See again."""
-        self._active = True
+        self._switch(True)
 
     def remove(self) -> None:
         """Take all hooks away; gradients that still arrive are ignored."""
-        self._active = self._hooked = False
+        self._switch(False)
+        self._hooked = False
         for watched in self.watched:
             if watched.hooks is not None:
                 watched.hooks.remove()
+
+    def _switch(self, on: bool) -> None:
+        self._active = on
+        if self._watch is not None:
+            self._watch.active = on
 
     def structure(self) -> list[dict[str, Any]]:
         """Id, name, class and stack of every watched module, for sites.json; the same object while nothing is new."""
@@ -150,6 +165,18 @@ class ModuleSite:
                 for watched in self.watched
             ]
         return self._structure
+
+    def _hooks(self, watched: _Watched) -> tuple[Callable[..., None], Callable[..., None]]:
+        """The two hooks of a module: compiled ones, which leave to those in Python what is not as usual."""
+        before, after = self._before(watched), self._after(watched)
+        if self._watch is None:
+            return before, after
+        name = watched.entry.name
+        make_input, make_output = (partial(self._places, watched, io) for io in ("input", "output"))
+        return (
+            new_hook(self._watch, watched, before, watched.parameters, make_input, f"input of {name}", after=False),
+            new_hook(self._watch, watched, after, (), make_output, f"output of {name}", after=True),
+        )
 
     def _before(self, watched: _Watched) -> Callable[..., None]:
         # A hook that is taken away while torch walks over the hooks is still called, then without the kwargs.
@@ -199,7 +226,7 @@ class ModuleSite:
         for path, tensor in found:
             if call:
                 path = f"call{call}.{path}" if path else f"call{call}"  # noqa: PLW2901
-            places = known.get((io, path)) or self._make_places(watched, io, path)
+            places = known.get((io, path)) or self._places(watched, io, path)
             activation, gradient, absent, see_value, see_gradient = places
             if absent:
                 continue
@@ -219,9 +246,16 @@ class ModuleSite:
                 self._clock.backward_moment = moment
                 self._sink.see(place, gradient, moment.microbatch, "backward")
             except Exception as error:
-                self._fault(error, f"gradient of {place.io} of {place.name}")
+                self._gradient_fault(error, place)
 
         return see
+
+    def _gradient_fault(self, error: BaseException, place: Place) -> None:
+        self._fault(error, f"gradient of {place.io} of {place.name}")
+
+    def _places(self, watched: _Watched, io: str, path: str) -> _Places:
+        """The places of a tensor, made when it is seen for the first time."""
+        return watched.places.get((io, path)) or self._make_places(watched, io, path)
 
     def _make_places(self, watched: _Watched, io: str, path: str) -> _Places:
         entry, layout = watched.entry, watched.layout

@@ -61,18 +61,20 @@ class OptimizerSite:
 
     def collect(self) -> None:
         """Tell the sink of every parameter and gradient."""
+        see = self._sink.see
         for chunk, entry, weight, gradient in self._parameters:
-            self._sink.see(weight, local_part(entry.parameter), None, "optimizer")
-            value = _gradient(entry.parameter)
+            parameter = entry.parameter
+            see(weight, local_part(parameter), None, "optimizer")
+            value = _gradient(parameter)
             if value is None:
                 continue
             value = local_part(value)
-            part = self._range(chunk, entry.parameter)
+            part = self._range(chunk, parameter)
             if part is not None:
                 value = value.reshape(-1)[part[0] : part[1]]
                 if part[0] == part[1]:
                     continue
-            self._sink.see(gradient, value, None, "optimizer")
+            see(gradient, value, None, "optimizer")
         scale = _loss_scale(self._optimizer)
         if scale is not None:
             self._sink.see(self._scale, scale, None, "optimizer")

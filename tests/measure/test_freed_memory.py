@@ -32,7 +32,7 @@ def seen(request):
         return Python()
     native.load()
     table = SlotTable(torch.device("cpu"))
-    new = looks(Measurer(table), table.take)
+    new = looks(Measurer(table), table)
     if new is None:
         pytest.skip(f"no compiled look: {native.why_no_look()}")
     return new()

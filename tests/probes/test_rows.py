@@ -10,8 +10,10 @@ from msprobe_megatron.clock import Clock
 from msprobe_megatron.config import DumpConfig
 from msprobe_megatron.probes.dump import DumpProbe
 from msprobe_megatron.record.slots import SlotTable
+from msprobe_megatron.topology.coordinates import Coordinates
 from msprobe_megatron.topology.places import Place
-from msprobe_megatron.topology.shards import ShardSpec
+from msprobe_megatron.topology.shards import Cut, Dim, ShardSpec
+from tests.probes.pens import without_pen
 
 
 def place(name, extra=None):
@@ -24,12 +26,9 @@ def probe(compiled, **limits):
     clock = Clock()
     clock.start_step(3)
     made = DumpProbe(DumpConfig(), clock, SlotTable(torch.device("cpu"), **limits))
-    if made._page.write is None:
+    if made._pen is None:
         pytest.skip(f"no compiled look: {native.why_no_look()}")
-    if not compiled:
-        made._new_page = lambda: type(made._page)()
-        made._page = made._new_page()
-    return made
+    return made if compiled else without_pen(made)
 
 
 def sightings():
@@ -102,7 +101,7 @@ def test_no_room_is_no_row_and_counted_once():
         one.see(at, x, 0, "forward")
     dropped = one.ledger()["no_room"]
     batch = one.finish(complete=True, sites={})
-    assert len(batch.slots) == 2 and dropped == 6 and len(batch.rows) == 4  # 1 of the first is seen in Python
+    assert len(batch.slots) == 2 and dropped == 6 and len(batch.rows) == 4
 
 
 def test_many_places_do_not_mix():
@@ -119,11 +118,27 @@ def test_many_places_do_not_mix():
 
 def test_a_fault_of_the_caller_is_raised():
     one = probe(compiled=True)
-    with pytest.raises(TypeError, match="place, tensor, microbatch, phase"):
-        one._page.write(place("a"))
-    with pytest.raises(AttributeError):
-        one._page.write(None, torch.ones(2), 0, "forward")
-    assert one._page.write(place("a"), "no tensor", 0, "forward") is None
+    with pytest.raises(TypeError, match="missing 3 required"):
+        one.see(place("a"))
+    for no_place, no_tensor in ((None, torch.ones(2)), (place("a"), "no tensor")):
+        with pytest.raises(AttributeError):
+            one.see(no_place, no_tensor, 0, "forward")
+    assert len(one.finish(complete=True, sites={}).rows) == 0
+
+
+def test_keywords_are_taken_as_by_the_method_in_python():
+    one = probe(compiled=True)
+    one.see(place=place("a"), tensor=torch.ones(2), microbatch=3, phase="forward")
+    assert [row.microbatch for row in one.finish(complete=True, sites={}).rows] == [3]
+
+
+def test_nothing_is_written_on_a_page_that_is_closed():
+    one = probe(compiled=True)
+    at = place("a")
+    one.see(at, torch.ones(2), 0, "forward")
+    one._pen.turn()
+    one.see(at, torch.ones(3), 0, "forward")  # in Python, on the page that the probe has
+    assert [row.layout.shape for row in one._page.rows] == [(2,), (3,)]
 
 
 def test_places_of_a_deep_model_are_looked_up_in_its_first_step_alone():
@@ -147,5 +162,49 @@ def test_places_of_a_deep_model_are_looked_up_in_its_first_step_alone():
         for at in places:
             one.see(at, x, 0, "forward")
         assert len(one.finish(complete=True, sites={}).rows) == len(places)
-        # The first step finds layouts out in Python, the second what the compiled rows of a place have in common.
-        assert looked_up if step == 0 else step == 1 or not looked_up
+        assert bool(looked_up) == (step == 0)
+
+
+@pytest.mark.parametrize("sketch", [0, 16])
+def test_digests_and_sketches_are_those_of_python(sketch):
+    """Under the numbers of the whole tensor, with place and strides as they come."""
+    found = []
+    for compiled in (True, False):
+        native.load()
+        clock = Clock()
+        clock.start_step(0)
+        table = SlotTable(torch.device("cpu"), digest=True, sketch=sketch)
+        one = DumpProbe(DumpConfig(digest=True, sketch=sketch), clock, table, Coordinates(tp=1, tp_size=2))
+        if one._pen is None:
+            pytest.skip(f"no compiled look: {native.why_no_look()}")
+        one = one if compiled else without_pen(one)
+        whole, cut = place("a", '{"bytes": 8}'), halved()
+        for _ in range(2):
+            for x in (
+                torch.arange(24.0).reshape(4, 6),
+                torch.arange(24.0).reshape(6, 4).t(),
+                torch.arange(24).view(4, 6),
+            ):
+                for at in (whole, cut, whole):
+                    one.see(at, x, 0, "forward")
+            one.see(cut, nn.Parameter(torch.ones(4, 6)), 0, "forward")
+            batch = one.finish(complete=True, sites={})
+            digests, sketches = batch.slots.numbered()
+            found.append(
+                [
+                    (row.place.name, row.layout.shape, row.extra, int(digests[row.slot]), sketches[row.slot].tolist())
+                    for row in batch.rows
+                ]
+            )
+    ours, theirs = found[:2], found[2:]
+    assert ours == theirs and len(ours[0]) == 10
+    by_name = {(row[0], row[3]) for row in ours[0]}
+    assert len(by_name) == 7  # a shard's digest is not that of a whole tensor; the same elements have the same
+
+
+def halved():
+    """The second half of the columns."""
+    spec = ShardSpec((Dim("s"), Dim("h", (Cut("tp"),))))
+    return Place(
+        "activation", "half", "output", "", "Linear", 0, -1, lambda shape: spec, lambda axis: 2 if axis == "tp" else 1
+    )

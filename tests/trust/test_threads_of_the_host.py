@@ -14,6 +14,7 @@ from msprobe_megatron import attach
 from msprobe_megatron.measure.once import SeenTensors
 from msprobe_megatron.record.slots import SlotTable
 from tests.integrations.rows import faults, rows, steps
+from tests.probes.pens import without_pen
 
 pytestmark = pytest.mark.trust
 
@@ -229,7 +230,7 @@ def test_figures_that_come_into_a_slot_of_the_next_step(tmp_path, section):
     session = attach(model, optimizer, probe)
     watching = next(part for part in session.parts.all if part.name in ("dump", "monitor"))._probe
     if hasattr(watching, "_page"):
-        watching._looks, watching._page = None, type(watching._page)()
+        without_pen(watching)
     taken, go_on = threading.Event(), threading.Event()
     measure = watching._measure
 

@@ -1,0 +1,424 @@
+// The hooks of a module and of the gradients of its tensors: what ModuleSite does in Python, for calls that are as usual.
+//
+// A hook does a call whole or leaves it whole to Python: the first call of a module (whose stack is noted), one inside
+// another thread's evaluation, one with tensors in nested arguments, a second call in the same pass. Gradients are met by
+// hooks of the autograd engine's own kind, which cost a third of those in Python; tensors that already have hooks of
+// Python, and leaves, get one of Python.
+
+#pragma once
+#include "look_rows.h"
+
+#include <structmember.h>
+
+namespace torch::autograd {
+int get_current_graph_task_id();  // of libtorch_cpu
+}
+
+namespace {
+
+PyTypeObject watch_type = {PyVarObject_HEAD_INIT(nullptr, 0)}, hook_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+enum Name { AWAY, RECOMPUTING, MOMENT, BACKWARD_MOMENT, CALLS, CURRENT, BACKWARD_HOOKS, NAMES_USED };
+const char* const NAMES[] = {"away", "_recomputing", "moment", "backward_moment", "calls", "current", "_backward_hooks"};
+constexpr Py_ssize_t MOST_RESULTS = 16;
+
+// What the hooks of all modules of a site share.
+struct Watch {
+    PyObject_HEAD
+    char active, stacks, inputs, outputs, input_gradients, output_gradients;
+    long long round;  // gradients of an earlier one are ignored
+    PyObject *clock, *see, *fault, *gradient_fault, *may_hold, *await, *see_gradient, *tensor, *parameter;
+    PyObject *names[NAMES_USED], *forward, *recompute, *backward, *paths[MOST_RESULTS], *no_path;
+    std::unordered_map<PyTypeObject*, std::pair<Ref, bool>>* holding;
+    Eye eye;  // only to find the pointer of a tensor
+};
+
+// The two rows that a tensor of a module can have.
+struct Rows {
+    Ref path, value, gradient;
+    bool absent, see_value, see_gradient;
+};
+
+struct Hook {
+    PyObject_HEAD
+    vectorcallfunc call;
+    Watch* watch;
+    PyObject *watched, *slow, *parameters, *make, *what;
+    std::vector<Rows>* known;
+    char after, stacked;
+};
+
+
+int see_value(Watch* self, PyObject* place, Shown& x, PyObject* microbatch, PyObject* phase) {
+    if (Py_TYPE(self->see) == &pen_type) return note((Pen*)self->see, place, x, false, microbatch, phase);
+    PyObject* shown = x.get();
+    if (!shown) return -1;
+    Ref done = Ref::stolen(PyObject_CallFunctionObjArgs(self->see, place, shown, microbatch, phase, nullptr));
+    return done ? 1 : -1;
+}
+
+// Hands the error that is set to whoever takes faults; -1 if that raises, which it may under `strict`.
+int tell(PyObject* taker, PyObject* about) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (!PyErr_GivenExceptionMatches(error, PyExc_Exception)) return PyErr_Restore(type, error, trace), -1;
+    if (trace) PyException_SetTraceback(error, trace);
+    Ref kept[] = {Ref::stolen(type), Ref::stolen(error), Ref::stolen(trace)};
+    Ref done = Ref::stolen(PyObject_CallFunctionObjArgs(taker, error, about, nullptr));
+    return done ? 0 : -1;
+}
+
+// A gradient that is awaited. Its last owner may be a thread without the interpreter's lock.
+struct Awaited {
+    Watch* watch;
+    PyObject *place, *moment;
+    long long round;
+    Awaited(Watch* w, PyObject* p, PyObject* m) : watch(w), place(p), moment(m), round(w->round) {
+        for (PyObject* one : {(PyObject*)w, p, m}) Py_INCREF(one);
+    }
+    Awaited(const Awaited&) = delete;
+    ~Awaited() {
+        if (!Py_IsInitialized()) return;
+        PyGILState_STATE lock = PyGILState_Ensure();
+        for (PyObject* one : {(PyObject*)watch, place, moment}) Py_DECREF(one);
+        PyGILState_Release(lock);
+    }
+    void arrived(const at::TensorBase& gradient) const {
+        if (!watch->active || watch->round != round || !gradient.defined()) return;
+        Quiet quiet;
+        Shown x{gradient.unsafeGetTensorImpl(), nullptr};
+        PyObject* microbatch = PyTuple_GetItem(moment, 0);
+        if (microbatch && PyObject_SetAttr(watch->clock, watch->names[BACKWARD_MOMENT], moment) == 0 &&
+            see_value(watch, place, x, microbatch, watch->backward) >= 0)
+            return;
+        if (tell(watch->gradient_fault, place) == 0) return;
+        // The job is to stop; what it says is in the error that Python has.
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        Ref kept[] = {Ref::stolen(type), Ref::stolen(error), Ref::stolen(trace)};
+        Ref text = Ref::stolen(error ? PyObject_Str(error) : nullptr);
+        const char* words = text ? PyUnicode_AsUTF8(text.object) : nullptr;
+        PyErr_Clear();
+        throw std::runtime_error(words ? words : "msprobe: fault in a gradient");
+    }
+};
+
+int await_gradient(Watch* self, Shown& x, PyObject* place, PyObject* moment) {
+    Ref hooks = Ref::stolen(PyObject_GetAttr(x.get(), self->names[BACKWARD_HOOKS]));
+    if (!hooks) return -1;
+    at::TensorBase tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(x.impl));
+    if (hooks.object != Py_None || tensor.is_leaf()) {
+        Ref done = Ref::stolen(PyObject_CallFunctionObjArgs(self->await, x.get(), self->see_gradient, place, moment, nullptr));
+        return done ? 0 : -1;
+    }
+    auto awaited = std::make_shared<Awaited>(self, place, moment);
+    tensor.register_hook([awaited](const at::TensorBase& gradient) {
+        PyGILState_STATE lock = PyGILState_Ensure();
+        struct Release {
+            PyGILState_STATE lock;
+            ~Release() { PyGILState_Release(lock); }
+        } release{lock};
+        awaited->arrived(gradient);
+    });
+    return 0;
+}
+
+// 1: a tensor; 0: nothing of interest; 2: to be looked into by Python; -1: an error is set.
+int kind_of(Watch* self, PyObject* value) {
+    PyTypeObject* type = Py_TYPE(value);
+    if (value == Py_None || (PyObject*)type == self->parameter) return 0;
+    if ((PyObject*)type == self->tensor) return 1;
+    auto found = self->holding->find(type);
+    if (found != self->holding->end()) return found->second.second ? 2 : 0;
+    Ref answer = Ref::stolen(PyObject_CallOneArg(self->may_hold, (PyObject*)type));
+    int holds = answer ? PyObject_IsTrue(answer.object) : -1;
+    if (holds < 0) return -1;
+    self->holding->emplace(type, std::make_pair(Ref((PyObject*)type), (bool)holds));
+    return holds ? 2 : 0;
+}
+
+const Rows* rows_of(Hook* self, PyObject* path) {
+    for (auto& one : *self->known)
+        if (one.path.object == path) return &one;
+    for (auto& one : *self->known)
+        if (PyUnicode_Compare(one.path.object, path) == 0) return &one;
+    Ref made = Ref::stolen(PyObject_CallOneArg(self->make, path));
+    PyObject *value, *gradient;
+    int absent, see, also;
+    if (!made || !PyArg_ParseTuple(made.object, "OOppp", &value, &gradient, &absent, &see, &also)) return nullptr;
+    self->known->push_back({path, value, gradient, (bool)absent, (bool)see, (bool)also});
+    return &self->known->back();
+}
+
+int see_tensor(Hook* self, PyObject* path, PyObject* value, PyObject* phase, PyObject* moment) {
+    Watch* watch = self->watch;
+    const Rows* found = rows_of(self, path);
+    if (!found) return -1;
+    if (found->absent) return 0;
+    Rows rows = *found;  // what is called below may add to the vector
+    Shown x{impl_of(&watch->eye, value), value};
+    PyObject* microbatch = PyTuple_GetItem(moment, 0);
+    if (!x.impl || !microbatch) return -1;
+    bool values = self->after ? watch->outputs : watch->inputs;
+    bool gradients = self->after ? watch->output_gradients : watch->input_gradients;
+    if (values && rows.see_value && see_value(watch, rows.value.object, x, microbatch, phase) < 0) return -1;
+    // Under no_grad (the first pass of a checkpoint) the gradient will come through the recomputed tensor.
+    if (gradients && rows.see_gradient && c10::GradMode::is_enabled() && x.impl->requires_grad())
+        return await_gradient(watch, x, rows.gradient.object, moment);
+    return 0;
+}
+
+// Phase and moment of a call that happens now, as Clock.calling says it.
+int calling(Watch* self, Ref& phase, Ref& moment) {
+    Ref repeating = Ref::stolen(PyObject_GetAttr(self->clock, self->names[RECOMPUTING]));
+    int marked = repeating ? PyObject_IsTrue(repeating.object) : -1;
+    if (marked < 0) return -1;
+    bool engine = !marked && torch::autograd::get_current_graph_task_id() != -1;
+    phase = marked || engine ? self->recompute : self->forward;
+    moment = Ref::stolen(PyObject_GetAttr(self->clock, self->names[engine ? BACKWARD_MOMENT : MOMENT]));
+    return moment ? 0 : -1;
+}
+
+// 1: done; 0: for Python; -1: an error is set.
+int before(Hook* self, PyObject* args, PyObject* kwargs) {
+    Watch* watch = self->watch;
+    if (!PyTuple_CheckExact(args) || !PyDict_CheckExact(kwargs)) return 0;
+    bool wanted = watch->inputs || watch->input_gradients;
+    PyObject *name, *value;
+    Py_ssize_t at = 0, positions = PyTuple_GET_SIZE(args);
+    if (wanted) {
+        for (Py_ssize_t n = 0; n < positions; n++) {
+            int kind = kind_of(watch, PyTuple_GET_ITEM(args, n));
+            if (kind < 0 || kind == 2) return kind < 0 ? -1 : 0;
+            if (kind == 1 && n >= PyTuple_GET_SIZE(self->parameters)) return 0;
+        }
+        while (PyDict_Next(kwargs, &at, &name, &value)) {
+            int kind = kind_of(watch, value);
+            if (kind < 0 || kind == 2) return kind < 0 ? -1 : 0;
+        }
+    }
+    Ref phase, moment;
+    if (calling(watch, phase, moment) < 0) return -1;
+    Ref calls = Ref::stolen(PyObject_GetAttr(self->watched, watch->names[CALLS]));
+    Ref pass = Ref::stolen(calls ? PyTuple_Pack(2, phase.object, moment.object) : nullptr);
+    Ref first = Ref::stolen(pass ? PyLong_FromLong(1) : nullptr), none = Ref::stolen(first ? PyLong_FromLong(0) : nullptr);
+    if (!none || !PyDict_CheckExact(calls.object)) return none ? 0 : -1;
+    int again = PyDict_Contains(calls.object, pass.object);
+    if (again) return again < 0 ? -1 : 0;
+    Ref current = Ref::stolen(PyTuple_Pack(3, phase.object, moment.object, none.object));
+    if (!current || PyDict_SetItem(calls.object, pass.object, first.object) < 0 ||
+        PyObject_SetAttr(self->watched, watch->names[CURRENT], current.object) < 0)
+        return -1;
+    if (!wanted) return 1;
+    Ref held = args, named = kwargs;
+    for (Py_ssize_t n = 0; n < positions; n++) {
+        value = PyTuple_GET_ITEM(args, n);
+        if ((PyObject*)Py_TYPE(value) == watch->tensor &&
+            see_tensor(self, PyTuple_GET_ITEM(self->parameters, n), value, phase.object, moment.object) < 0)
+            return -1;
+    }
+    // Torch made this dictionary for the hooks; nobody changes it while it is walked.
+    for (at = 0; PyDict_Next(kwargs, &at, &name, &value);)
+        if ((PyObject*)Py_TYPE(value) == watch->tensor && see_tensor(self, name, value, phase.object, moment.object) < 0)
+            return -1;
+    return 1;
+}
+
+int after(Hook* self, PyObject* output) {
+    Watch* watch = self->watch;
+    bool many = PyTuple_CheckExact(output);
+    if (many) {
+        if (PyTuple_GET_SIZE(output) > MOST_RESULTS) return 0;
+        for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(output); n++) {
+            int kind = kind_of(watch, PyTuple_GET_ITEM(output, n));
+            if (kind < 0 || kind == 2) return kind < 0 ? -1 : 0;
+        }
+    } else {
+        int kind = kind_of(watch, output);
+        if (kind != 1) return kind < 0 ? -1 : kind == 0;
+    }
+    Ref current = Ref::stolen(PyObject_GetAttr(self->watched, watch->names[CURRENT]));
+    PyObject *phase, *moment;
+    long call;
+    if (!current || !PyArg_ParseTuple(current.object, "OOl", &phase, &moment, &call)) return -1;
+    if (call) return 0;
+    if (!many) return see_tensor(self, watch->no_path, output, phase, moment) < 0 ? -1 : 1;
+    for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(output); n++) {
+        PyObject* value = PyTuple_GET_ITEM(output, n);
+        if ((PyObject*)Py_TYPE(value) == watch->tensor && see_tensor(self, watch->paths[n], value, phase, moment) < 0)
+            return -1;
+    }
+    return 1;
+}
+
+PyObject* hook_call(PyObject* hook, PyObject* const* args, size_t nargsf, PyObject* names) {
+    auto* self = (Hook*)hook;
+    Watch* watch = self->watch;
+    Py_ssize_t given = PyVectorcall_NARGS(nargsf);
+    // A hook that is taken away while torch walks over the hooks is still called, then without the kwargs.
+    if (!watch->active || given < 3) Py_RETURN_NONE;
+    int done = 0;
+    if (!names && self->stacked) {
+        Quiet quiet;
+        Ref away = Ref::stolen(PyObject_GetAttr(watch->clock, watch->names[AWAY]));
+        if (!away)
+            done = -1;
+        else if (PyAnySet_Check(away.object) && !PySet_GET_SIZE(away.object))
+            done = self->after ? after(self, args[given - 1]) : before(self, args[1], args[2]);
+        if (done < 0 && tell(watch->fault, self->what) < 0) return nullptr;
+        if (done) Py_RETURN_NONE;
+    }
+    PyObject* answer = PyObject_Vectorcall(self->slow, args, nargsf, names);
+    if (answer) self->stacked = 1;
+    return answer;
+}
+
+int hook_traverse(Hook* self, visitproc visit, void* arg) {
+    for (PyObject* one : {(PyObject*)self->watch, self->watched, self->slow, self->parameters, self->make, self->what})
+        Py_VISIT(one);
+    if (self->known)
+        for (auto& one : *self->known)
+            for (PyObject* ref : {one.value.object, one.gradient.object}) Py_VISIT(ref);
+    return 0;
+}
+
+int hook_clear(Hook* self) {
+    // The watch itself is needed as long as the hook can be called.
+    for (PyObject** one : {&self->watched, &self->slow, &self->parameters, &self->make, &self->what}) Py_CLEAR(*one);
+    if (self->known) self->known->clear();
+    return 0;
+}
+
+void hook_free(Hook* self) {
+    PyObject_GC_UnTrack(self);
+    hook_clear(self);
+    Py_CLEAR(self->watch);
+    delete self->known;
+    Py_TYPE(self)->tp_free((PyObject*)self);
+}
+
+// A copy of a module has the hooks of the original, as it has with functions.
+PyObject* hook_itself(PyObject* self, PyObject*) { return Py_NewRef(self); }
+
+// What is shared, the module's record, the hook in Python, names of the parameters, `make(path)`, what a fault is said to
+// be in, and whether it comes after the forward.
+int hook_init(Hook* self, PyObject* args, PyObject*) {
+    PyObject *watch, *watched, *slow, *parameters, *make, *what;
+    int is_after;
+    if (!PyArg_ParseTuple(args, "O!OOO!OUp", &watch_type, &watch, &watched, &slow, &PyTuple_Type, &parameters, &make,
+                          &what, &is_after))
+        return -1;
+    self->call = hook_call;
+    self->watch = (Watch*)Py_NewRef(watch);
+    self->watched = Py_NewRef(watched);
+    self->slow = Py_NewRef(slow);
+    self->parameters = Py_NewRef(parameters);
+    self->make = Py_NewRef(make);
+    self->what = Py_NewRef(what);
+    self->known = new std::vector<Rows>();
+    self->after = is_after;
+    self->stacked = is_after || !self->watch->stacks;
+    return 0;
+}
+
+int watch_traverse(Watch* self, visitproc visit, void* arg) {
+    for (PyObject* one : {self->clock, self->see, self->fault, self->gradient_fault, self->may_hold, self->await,
+                          self->see_gradient})
+        Py_VISIT(one);
+    return 0;
+}
+
+int watch_clear(Watch* self) {
+    self->active = 0;
+    for (PyObject** one : {&self->clock, &self->see, &self->fault, &self->gradient_fault, &self->may_hold, &self->await,
+                           &self->see_gradient})
+        Py_CLEAR(*one);
+    return 0;
+}
+
+void watch_free(Watch* self) {
+    PyObject_GC_UnTrack(self);
+    watch_clear(self);
+    for (PyObject* one : {self->tensor, self->parameter, self->forward, self->recompute, self->backward, self->no_path,
+                          self->eye.cdata})
+        Py_XDECREF(one);
+    for (PyObject* name : self->names) Py_XDECREF(name);
+    for (PyObject* path : self->paths) Py_XDECREF(path);
+    delete self->holding;
+    Py_TYPE(self)->tp_free((PyObject*)self);
+}
+
+// clock, see, fault, gradient_fault, may_hold, await, class of tensors, class of parameters, a tensor; stacks, inputs,
+// outputs, and gradients of each.
+int watch_init(Watch* self, PyObject* args, PyObject*) {
+    PyObject *clock, *see, *fault, *gradient_fault, *may_hold, *await, *tensor, *parameter, *sample;
+    int stacks, inputs, outputs, input_gradients, output_gradients;
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOppppp", &clock, &see, &fault, &gradient_fault, &may_hold, &await, &tensor,
+                          &parameter, &sample, &stacks, &inputs, &outputs, &input_gradients, &output_gradients))
+        return -1;
+    for (int n = 0; n < NAMES_USED; n++)
+        if (!(self->names[n] = PyUnicode_InternFromString(NAMES[n]))) return -1;
+    for (Py_ssize_t n = 0; n < MOST_RESULTS; n++)
+        if (!(self->paths[n] = PyUnicode_FromFormat("%zd", n))) return -1;
+    self->forward = PyUnicode_InternFromString("forward");
+    self->recompute = PyUnicode_InternFromString("recompute");
+    self->backward = PyUnicode_InternFromString("backward");
+    self->no_path = PyUnicode_InternFromString("");
+    self->eye.cdata = PyUnicode_InternFromString("_cdata");
+    self->holding = new std::unordered_map<PyTypeObject*, std::pair<Ref, bool>>();
+    self->clock = Py_NewRef(clock);
+    self->see = Py_NewRef(see);
+    self->fault = Py_NewRef(fault);
+    self->gradient_fault = Py_NewRef(gradient_fault);
+    self->may_hold = Py_NewRef(may_hold);
+    self->await = Py_NewRef(await);
+    self->see_gradient = Py_NewRef(Py_None);
+    self->tensor = Py_NewRef(tensor);
+    self->parameter = Py_NewRef(parameter);
+    self->stacks = stacks;
+    self->inputs = inputs;
+    self->outputs = outputs;
+    self->input_gradients = input_gradients;
+    self->output_gradients = output_gradients;
+    auto* impl = impl_of(&self->eye, sample);
+    self->eye.direct = impl && *reinterpret_cast<c10::TensorImpl**>(sample + 1) == impl;
+    return impl ? 0 : -1;
+}
+
+PyMethodDef hook_methods[] = {
+    {"__copy__", hook_itself, METH_NOARGS, nullptr},
+    {"__deepcopy__", hook_itself, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyMemberDef watch_members[] = {
+    {"active", T_BOOL, offsetof(Watch, active), 0, "Whether hooks do anything."},
+    {"round", T_LONGLONG, offsetof(Watch, round), 0, "Number of the recorded step."},
+    {"see", T_OBJECT_EX, offsetof(Watch, see), 0, "Who is told of a tensor."},
+    {"see_gradient", T_OBJECT_EX, offsetof(Watch, see_gradient), 0, "What hooks of Python call with a gradient."},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+void describe_hooks() {
+    watch_type.tp_name = "msprobe_look.Watch";
+    watch_type.tp_basicsize = sizeof(Watch);
+    watch_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
+    watch_type.tp_new = PyType_GenericNew;
+    watch_type.tp_init = (initproc)watch_init;
+    watch_type.tp_dealloc = (destructor)watch_free;
+    watch_type.tp_traverse = (traverseproc)watch_traverse;
+    watch_type.tp_clear = (inquiry)watch_clear;
+    watch_type.tp_members = watch_members;
+    hook_type.tp_name = "msprobe_look.Hook";
+    hook_type.tp_basicsize = sizeof(Hook);
+    hook_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL;
+    hook_type.tp_vectorcall_offset = offsetof(Hook, call);
+    hook_type.tp_call = PyVectorcall_Call;
+    hook_type.tp_new = PyType_GenericNew;
+    hook_type.tp_init = (initproc)hook_init;
+    hook_type.tp_dealloc = (destructor)hook_free;
+    hook_type.tp_traverse = (traverseproc)hook_traverse;
+    hook_type.tp_clear = (inquiry)hook_clear;
+    hook_type.tp_methods = hook_methods;
+}
+
+}  // namespace

@@ -1,0 +1,233 @@
+// Which tensor is this, has it been measured, and if not, measure it: one call for what takes twenty in Python.
+//
+// Reads the fields of a tensor and changes none. The twin in Python is measure/once.py; what is not a plain strided
+// tensor of host memory is left to it. The interpreter's lock is held throughout.
+
+#pragma once
+#include <Python.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/TensorBase.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+
+#include <algorithm>
+#include <memory>
+#include <memory_resource>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+namespace {
+
+constexpr long NO_ROOM = -2, NOT_MINE = -3;
+constexpr int MOST_DIMS = 16, MOST_TYPES = 128;
+constexpr size_t PRUNE_FROM = 4096;
+// Freed storages are looked for with every tensor, among the more the larger it is: to measure it takes longer.
+constexpr size_t SWEEP = 4, SWEEP_BYTES = 16 << 10;
+typedef void (*Stats)(const void*, int64_t, int64_t, const void*, void*);
+typedef void (*Strided)(const void*, int64_t, const int64_t*, const int64_t*, int64_t, const void*, void*);
+typedef void (*Measure)(const void*, const int64_t*, void*);
+
+// Lazy, wrapped or elsewhere: their memory does not say what they are.
+const c10::DispatchKeySet ODD({
+    c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python,
+    c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+    c10::DispatchKey::Quantized, c10::DispatchKey::Sparse, c10::DispatchKey::NestedTensor,
+});
+
+struct Ref {
+    PyObject* object;
+    Ref(PyObject* x = nullptr) : object(x) { Py_XINCREF(x); }
+    Ref(const Ref& other) : Ref(other.object) {}
+    Ref& operator=(Ref other) { return std::swap(object, other.object), *this; }
+    ~Ref() { Py_XDECREF(object); }
+    static Ref stolen(PyObject* x) {
+        Ref made;
+        made.object = x;
+        return made;
+    }
+    explicit operator bool() const { return object; }
+};
+
+// While one lives, what is asked of a tensor is not taken for a call of the training code.
+struct Quiet {
+    at::impl::TorchFunctionDisabledState before = at::impl::PythonTorchFunctionTLS::get_disabled_state();
+    Quiet() { at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED); }
+    ~Quiet() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before); }
+};
+
+// The cells that the rows of a place have in common, and the shape and dtype for which they hold. Where elements are
+// numbered also how the kernel walks through them: for these strides, by a plan that `keep` keeps alive.
+struct Common {
+    Ref place, layout, dtype, extra, keep;
+    const int64_t* plan;
+    int64_t numbering;
+    c10::ScalarType type;
+    std::vector<int64_t> sizes, strides;
+};
+
+// Numbers of slots, from 0; the slot table counts by it, too.
+struct Counter {
+    PyObject_HEAD
+    long next;
+};
+
+// What all pages of a probe share.
+struct Eye {
+    PyObject_HEAD
+    std::unordered_map<PyObject*, Common>* places;
+    Counter* counter;
+    PyObject *grow, *addresses, *tensor, *parameter, *cdata, *keep;
+    Stats stats;
+    Strided strided;
+    Measure measure;
+    bool direct;  // where a tensor's object has its pointer is known
+    int64_t codes[MOST_TYPES], values[MOST_TYPES];
+    // What is remembered lives here and not among the tensors, whose memory it would cut into pieces.
+    std::pmr::unsynchronized_pool_resource* pool;
+};
+
+// A storage that has been seen. The weak reference keeps its address from being given to another one, though not its
+// memory; the number is its own for ever, so that what is known of a freed one is never taken for that of the next.
+struct Held {
+    c10::weak_intrusive_ptr<c10::StorageImpl> weak;
+    c10::StorageImpl* address;
+    int64_t number;
+};
+struct Memory {
+    std::pmr::unordered_map<std::pmr::string, long> slots;
+    std::pmr::unordered_map<c10::StorageImpl*, size_t> places;  // in `held`
+    std::pmr::vector<Held> held;
+    size_t at = 0, prune_at = PRUNE_FROM;
+    int64_t next = 0;
+
+    explicit Memory(std::pmr::memory_resource* pool) : slots(pool), places(pool), held(pool) {}
+
+    int64_t number_of(c10::TensorImpl* x) {
+        auto* storage = x->unsafe_storage().unsafeGetStorageImpl();
+        auto found = places.find(storage);
+        if (found != places.end()) return held[found->second].number;
+        held.push_back({x->unsafe_storage().getWeakStorageImpl(), storage, next});
+        places.emplace(storage, held.size() - 1);
+        return next++;
+    }
+
+    // Let go of storages that were freed, looking at so many. The few bytes that a weak reference leaves of a storage
+    // lie between the data of tensors: until they go, the allocator cannot join what is free on either side of them.
+    void sweep(size_t count) {
+        for (count = std::min(count, held.size()); count-- && !held.empty(); at++) {
+            if (at >= held.size()) at = 0;
+            if (!held[at].weak.expired()) continue;
+            places.erase(held[at].address);
+            if (at + 1 < held.size()) {
+                held[at] = std::move(held.back());
+                places[held[at].address] = at;
+            }
+            held.pop_back();
+        }
+    }
+
+    void prune() {
+        sweep(held.size());
+        std::unordered_set<int64_t> alive;
+        for (auto& one : held) alive.insert(one.number);
+        for (auto one = slots.begin(); one != slots.end();) {
+            int64_t number;
+            memcpy(&number, one->first.data(), sizeof number);
+            one = alive.count(number) ? std::next(one) : slots.erase(one);
+        }
+        prune_at = std::max(PRUNE_FROM, 2 * slots.size());
+    }
+
+    void clear() {
+        slots.clear();
+        places.clear();
+        held.clear();
+        prune_at = PRUNE_FROM;
+    }
+};
+
+// What one step has seen.
+struct Look {
+    PyObject_HEAD
+    Eye* eye;
+    Memory* memory;
+};
+
+// The first word behind the head of the object is the pointer, where that was found to be so for every sample.
+c10::TensorImpl* impl_of(const Eye* eye, PyObject* x) {
+    if (eye->direct) return *reinterpret_cast<c10::TensorImpl**>(x + 1);
+    PyObject* number = PyObject_GetAttr(x, eye->cdata);
+    if (!number) return nullptr;
+    auto* found = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(number));
+    Py_DECREF(number);
+    return found;
+}
+
+bool plain(c10::TensorImpl* x) {
+    return x->device_type() == c10::DeviceType::CPU && !x->key_set().has_any(ODD) && x->layout() == c10::kStrided &&
+           x->has_storage() && !x->is_inference() && x->dim() <= MOST_DIMS;
+}
+
+std::pmr::string key_of(const c10::TensorImpl* x, int64_t storage, int64_t numbering, std::pmr::memory_resource* pool) {
+    int64_t words[5 + 2 * MOST_DIMS];
+    auto sizes = x->sizes(), strides = x->strides();
+    size_t n = 0;
+    words[n++] = storage;
+    words[n++] = x->storage_offset();
+    words[n++] = (int64_t)x->dtype().toScalarType();
+    words[n++] = (int64_t)x->version_counter().current_version();
+    words[n++] = numbering;
+    for (int64_t size : sizes) words[n++] = size;
+    for (int64_t stride : strides) words[n++] = stride;
+    return std::pmr::string(reinterpret_cast<const char*>(words), n * sizeof *words, pool);
+}
+
+// The slot of a tensor: that in which it was measured before, or a new one; below zero no room, or not for us, and -1
+// with an error set what Python says. With a plan its elements are numbered, too.
+long slot_of(Look* self, c10::TensorImpl* impl, const int64_t* plan = nullptr, int64_t numbering = 0) {
+    Eye* eye = self->eye;
+    try {
+        if (!plain(impl)) return NOT_MINE;
+        auto type = (size_t)impl->dtype().toScalarType();
+        if (type >= MOST_TYPES || eye->codes[type] < 0) return NOT_MINE;
+        auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+        auto* begin = static_cast<const char*>(storage->data());
+        if (!begin && impl->numel()) return NOT_MINE;
+        Memory* memory = self->memory;
+        memory->sweep(SWEEP + impl->numel() * impl->itemsize() / SWEEP_BYTES);
+        auto key = key_of(impl, memory->number_of(impl), numbering, eye->pool);
+        auto known = memory->slots.find(key);
+        if (known != memory->slots.end()) return known->second;
+        long slot = eye->counter->next++;
+        if (slot >= PyList_GET_SIZE(eye->addresses)) {
+            Ref grown = Ref::stolen(PyObject_CallFunction(eye->grow, "l", slot));
+            if (!grown) return -1;
+            slot = PyLong_AsLong(grown.object);
+            if (slot < 0) return PyErr_Occurred() ? -1 : NO_ROOM;
+        }
+        PyObject* address = PyList_GetItem(eye->addresses, slot);
+        if (!address) return -1;
+        // More room is made by Python, and with it perhaps another thread ran: the memory is looked up once more.
+        begin = static_cast<const char*>(impl->unsafe_storage().unsafeGetStorageImpl()->data());
+        begin += impl->storage_offset() * (int64_t)impl->itemsize();
+        auto* values = (const void*)eye->values[type];
+        void* to = PyLong_AsVoidPtr(address);
+        // Statistics do not depend on the order: what fills its memory is read as it lies.
+        if (plan)
+            eye->measure(begin, plan, to);
+        else if (impl->is_non_overlapping_and_dense())
+            eye->stats(begin, impl->numel(), eye->codes[type], values, to);
+        else
+            eye->strided(begin, impl->dim(), impl->sizes().data(), impl->strides().data(), eye->codes[type], values, to);
+        if (memory->slots.size() >= memory->prune_at) memory->prune();
+        memory->slots[std::move(key)] = slot;
+        return slot;
+    } catch (const std::exception&) {
+        return NOT_MINE;
+    }
+}
+
+}  // namespace

@@ -1,0 +1,9 @@
+"""A probe without its compiled parts, as it is where there is no compiler."""
+
+
+def without_pen(probe):
+    """Let a `DumpProbe` see everything in Python; before its first step."""
+    probe._looks = probe._pen = None
+    probe.see = probe._see
+    probe._page = probe._new_page()
+    return probe
