@@ -61,6 +61,7 @@ HOSTS = {
             "evaluation": "test_evaluation",
             "`--yaml-cfg`": "test_yaml_cfg",
             "legacy model": "test_the_legacy_model",
+            "rehearsed recipes": "test_its_own_recipe_is_rehearsed",
         },
         variable="MEGATRON_LM_PATH",
         version="megatron/core/package_info.py",
@@ -72,7 +73,8 @@ HOSTS = {
         {
             "recipes, stub launcher": "test_an_unedited_recipe",
             "overlays fit": "test_overlays_fit",
-            "training on CPU": "test_training",
+            "rehearsed recipes": "test_training",
+            "the README's line without a device": "test_the_readmes_line",
         },
         variable="MODELLINK_PATH",
     ),
@@ -80,7 +82,7 @@ HOSTS = {
         "MindSpeed-LLM",
         "mindspeed_llm.md",
         ("tests/hosts/test_mindspeed_llm.py",),
-        {"recipes, stub launcher": "test_an_unedited_recipe", "training on CPU": "test_training"},
+        {"recipes, stub launcher": "test_an_unedited_recipe", "rehearsed recipes": "test_training"},
         variable="MINDSPEED_LLM_PATH",
     ),
     "mindspeed": Host(

@@ -3,6 +3,7 @@
 # Runs an untouched launch recipe under the kit:
 #
 #     bash scripts/msprobe_run.sh [--overlay NAME] [--config FILE] [--emit OUT.sh] -- recipe.sh args…
+#     bash scripts/msprobe_run.sh --rehearse --overlay NAME -- recipe.sh args…        where there is no accelerator
 #
 # Uses $MSPROBE_PYTHON, else the python on PATH; the kit must be installed in it. --help lists everything.
 

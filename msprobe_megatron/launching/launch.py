@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from msprobe_megatron.config.errors import ConfigError
+from msprobe_megatron.launching import rehearsal
 from msprobe_megatron.launching.command_line import Launch, LaunchError, read
 from msprobe_megatron.overlays import Overlay, find
 
@@ -58,9 +59,12 @@ def command(program: Sequence[str], words: Sequence[str]) -> tuple[list[str], di
         # What the job starts in its turn is not re-routed again.
         kept = [part for part in environment.get("PATH", "").split(os.pathsep) if part != shims]
         environment["PATH"] = os.pathsep.join(kept)
+    ranks = environment.get("MSPROBE_REHEARSE")
     try:
-        launch = read(words)
+        launch = rehearsal.read_loosely(words) if ranks else read(words)
     except LaunchError as error:
+        if ranks:
+            raise ConfigError(f"--rehearse: {error}; accepted: a recipe that starts a SCRIPT.py or -m MODULE") from None
         say(f"the launcher's command line is left as it is: {error}")
         return [*program, *words], environment
     if not launch.is_python:
@@ -69,7 +73,15 @@ def command(program: Sequence[str], words: Sequence[str]) -> tuple[list[str], di
     overlay = overlay_from_environment()
     if overlay is not None:
         environment.update(overlay.environment)
-    return [*program, *launch.words(appended(launch, overlay))], environment
+    added = appended(launch, overlay)
+    if not ranks:
+        return [*program, *launch.words(added)], environment
+    folder = Path.cwd() if launch.is_module else Path(launch.target).resolve().parent
+    host = rehearsal.host_of(folder, launch.target)
+    small = rehearsal.rehearse(launch, added, rehearsal.ranks_of(ranks), host, folder)
+    for sentence in small.said:
+        say(sentence)
+    return [*program, *small.words()], {**environment, **rehearsal.environment()}
 
 
 def run(program: Sequence[str], words: Sequence[str]) -> int:
@@ -103,6 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(rest[:split], rest[split:])
     except (ConfigError, OSError) as error:
         say(str(error))
+        status = os.environ.get("MSPROBE_STATUS")
+        if status:
+            # The recipe's pipe hides this exit code too.
+            Path(status, "refused").touch()
         return 2
 
 

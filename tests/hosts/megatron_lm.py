@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msprobe_megatron.rehearsal.finding import STAND_INS
 from tests.ports import free_port
 
 # What the script needs to run where there is no accelerator; the model is the smallest that has every part.
@@ -24,7 +25,6 @@ _FLAGS = shlex.split("""
 _EVALUATION = ("--eval-iters", "0", "--eval-interval", "1000")
 _LINE = re.compile(r"iteration +(\d+)/.*? lm loss: (\S+) .*?grad norm: (\S+) ")
 FAULT_LINES = 40
-_STUBS = Path(__file__).parent / "old_release_stubs"
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Host:
     def run(self, world: int, command: list[str], environment: dict[str, str] | None = None) -> Finished:
         launcher = [self.python, "-m", "torch.distributed.run", "--nproc_per_node", str(world)]
         launcher += ["--master_port", str(free_port())]
-        stubs = [str(_STUBS)] if self.old else []
+        stubs = [str(STAND_INS)] if self.old else []
         path = os.pathsep.join([str(self.checkout), *stubs, *filter(None, [os.environ.get("PYTHONPATH")])])
         settings = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         done = subprocess.run(

@@ -50,25 +50,28 @@ def check_start(checkout: Path, overlay: Overlay, folder: Path, deterministic: s
     print(f"{overlay.name}: {len(recipes)} recipes")
 
 
-def check_same_numbers(host: Host, recipe: Path, folder: Path, release: str) -> None:
+def check_same_numbers(host: Host, recipe: Path, folder: Path, overlay: str, release: str) -> None:
     """A recipe prints the losses and norms of a run without the kit, and is recorded whole."""
     if not recipe.is_file():
         pytest.skip(f"this checkout has no {recipe.relative_to(host.checkout)}")
-    plain = host.train(recipe, folder / "plain", kit=False)
-    probed = host.train(recipe, folder / "probed", kit=True)
-    assert sorted(plain.iterations) == [1, 2, 3], plain.tail()
+    before = host.state()
+    plain = host.rehearse(recipe, folder / "plain", overlay, kit=False)
+    probed = host.rehearse(recipe, folder / "probed", overlay, kit=True)
+    assert sorted(plain.iterations) == [1, 2, 3, 4, 5], plain.tail()
+    assert not (folder / "plain/out").exists()
     assert probed.iterations == plain.iterations, probed.tail()
-    check_run(folder / "probed/out", probed)
+    check_rehearsal(folder / "probed/out", probed)
     run = json.loads((folder / "probed/out/run.json").read_text())
     assert run["versions"]["megatron-core"].startswith(release)
     assert run["sizes"]["pp"] == WORLD
+    assert host.state() == before
 
 
-def check_run(out: Path, probed: Finished) -> None:
+def check_rehearsal(out: Path, probed: Finished) -> None:
     """Every rank recorded its steps whole, healthy, and every tensor says which part of the whole it is."""
     assert probed.code == 0, probed.tail()
     # A step that fp16 skips is printed without a loss.
-    assert re.findall(r"iteration +(\d+)/ +3 \|", probed.output) == ["1", "2", "3"], probed.tail()
+    assert re.findall(r"iteration +(\d+)/ +5 \|", probed.output) == ["1", "2", "3", "4", "5"], probed.tail()
     microbatches = 4 // json.loads((out / "run.json").read_text())["sizes"]["dp"]
     for rank in range(WORLD):
         ledger = json.loads((out / f"ranks/rank_{rank:05d}.json").read_text())["ledger"]
@@ -77,9 +80,8 @@ def check_run(out: Path, probed: Finished) -> None:
         assert {row["microbatch"] for row in found if row["kind"] == "activation"} == set(range(microbatches))
         assert {"activation", "gradient", "parameter", "grad_reduced"} <= {row["kind"] for row in found}
         unknown = {(row["name"], row["shard"]) for row in found if row["shard"].startswith("?")}
-        # The norm of a latent key is not one of heads.
-        assert {name for name, _ in unknown if not name.endswith("k_layernorm")} <= {"lm loss"}, unknown
-    # The first steps of a job in fp16 overflow until the loss scale has come down.
-    overflow = ("non_finite", "skipped_step")
-    findings = [finding.text for finding in diagnose(open_run(out)).findings if finding.what not in overflow]
-    assert findings == []
+        # A latent, as the pages say: what MindSpeed-LLM makes it with, and its norm, which is not one of heads.
+        known = ("k_layernorm", "kv_layernorm")
+        wrong = {name for name, why in unknown if not name.endswith(known) and "LinearNoTP" not in why}
+        assert wrong <= {"lm loss"}, unknown
+    assert [finding.text for finding in diagnose(open_run(out)).findings] == []

@@ -8,6 +8,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from tests.hosts.modellink import Host
+from tests.hosts.recipes import check_rehearsal
+
+# Overlay -> the recipe it is for.
+RECIPES = {
+    "megatron_lm/gpt3_175b": "examples/gpt3/train_gpt3_175b_distributed.sh",
+    "megatron_lm/llama3_8b": "examples/llama/train_llama3_8b_h100_fp8.sh",
+}
 FIELD = "account_for_embedding_in_pipeline_split"
 PROBE = "steps: [0, 2]\ndump: {level: L0, task: statistics}\n"
 LAYOUTS = {
@@ -217,3 +225,16 @@ def test_a_bad_probe_file_is_one_sentence_and_no_training(megatron_lm, tmp_path)
     assert done.code != 0
     assert not done.iterations
     assert [line for line in done.output.splitlines() if line.startswith("msprobe:") and "dumps" in line]
+
+
+@pytest.mark.parametrize("overlay", RECIPES)
+def test_its_own_recipe_is_rehearsed_untouched(megatron_lm, tmp_path, overlay):
+    recipe = megatron_lm.checkout / RECIPES[overlay]
+    if not recipe.is_file():
+        pytest.skip(f"Megatron-LM {megatron_lm.version()} has no {RECIPES[overlay]}")
+    if megatron_lm.old:
+        pytest.skip(f"{overlay} asks for --deterministic-mode, which {megatron_lm.version()} does not have")
+    host = Host(megatron_lm.checkout, "megatron_lm")
+    before = host.state()
+    check_rehearsal(tmp_path / "job/out", host.rehearse(recipe, tmp_path / "job", overlay, kit=True))
+    assert host.state() == before

@@ -4,7 +4,7 @@ import pytest
 
 from tests.hosts.conftest import checkout
 from tests.hosts.modellink import Host
-from tests.hosts.recipes import check_same_numbers, check_start, overlays_of
+from tests.hosts.recipes import check_rehearsal, check_same_numbers, check_start, overlays_of, recipes_of
 
 OVERLAYS = overlays_of("mindspeed_llm")
 
@@ -19,9 +19,20 @@ def test_an_unedited_recipe_is_started_under_the_kit(mindspeed_llm, tmp_path, na
     check_start(mindspeed_llm, OVERLAYS[name], tmp_path, "--npu-deterministic")
 
 
-def test_training_prints_the_numbers_of_a_run_without_the_kit(mindspeed_llm, tmp_path):
-    # MindSpeed compiles the rotary operator against CANN when it is first called.
-    host = Host(mindspeed_llm, "mindspeed_llm", without=("use-mc2", "use-fused-rotary-pos-emb"))
-    host.require()
-    recipe = mindspeed_llm / "examples/mcore/llama2/pretrain_llama2_7b_ptd.sh"
-    check_same_numbers(host, recipe, tmp_path, "0.12.")
+@pytest.fixture(scope="module")
+def host(mindspeed_llm):
+    found = Host(mindspeed_llm, "mindspeed_llm")
+    found.require()
+    return found
+
+
+def test_training_prints_the_numbers_of_a_run_without_the_kit(host, tmp_path):
+    recipe = host.checkout / "examples/mcore/llama2/pretrain_llama2_7b_ptd.sh"
+    check_same_numbers(host, recipe, tmp_path, "mindspeed_llm/llama2_7b", "0.12.")
+
+
+# LLaMA2-7B is trained above.
+@pytest.mark.parametrize("name", [name for name in OVERLAYS if name != "mindspeed_llm/llama2_7b"])
+def test_training_of_the_recipe_of_each_overlay(host, tmp_path, name):
+    recipe = recipes_of(host.checkout, OVERLAYS[name])[0]
+    check_rehearsal(tmp_path / "job/out", host.rehearse(recipe, tmp_path / "job", name, kit=True))

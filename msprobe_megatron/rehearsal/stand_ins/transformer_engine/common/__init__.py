@@ -1,0 +1,3 @@
+"""Recipes of a precision that these jobs do not use."""
+
+from . import recipe as recipe

@@ -1,0 +1,5 @@
+"""The base class of Megatron's own recipe."""
+
+
+class DelayedScaling:
+    """Inherited from, never made."""

@@ -1,5 +1,0 @@
-"""The real one sends torch.cuda to the device and makes it claim to be there; torch.npu already is torch.cuda here."""
-
-import torch
-
-torch.cuda.is_available = lambda: True

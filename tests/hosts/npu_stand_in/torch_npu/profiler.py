@@ -1,1 +1,0 @@
-"""Imported by name; no recipe that is tested profiles."""

@@ -1,5 +1,0 @@
-"""What MindSpeed asks about the machine."""
-
-
-def get_cann_version():
-    return "8.0.0"

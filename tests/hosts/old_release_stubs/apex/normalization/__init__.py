@@ -1,3 +1,0 @@
-"""Norms."""
-
-from . import fused_layer_norm  # noqa: F401

@@ -1,3 +1,0 @@
-"""Recipes of a precision that these jobs do not use."""
-
-from transformer_engine.common import recipe as recipe

@@ -1,5 +1,0 @@
-"""The base class of Megatron's own recipe."""
-
-
-class DelayedScaling:
-    pass
