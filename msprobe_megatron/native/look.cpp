@@ -74,7 +74,7 @@ int eye_init(Eye* self, PyObject* args, PyObject*) {
         if (!PyArg_ParseTuple(PyList_GetItem(samples, n), "OLL", &sample, &code, &values)) return -1;
         auto* impl = impl_of(self, sample);
         if (!impl) return -1;
-        auto type = (size_t)impl->dtype().toScalarType();
+        auto type = (size_t)type_of(impl);
         if (type < MOST_TYPES) self->codes[type] = code, self->values[type] = values;
         direct = direct && *reinterpret_cast<c10::TensorImpl**>(sample + 1) == impl;
     }

@@ -52,7 +52,7 @@ Common* common(Pen* self, PyObject* place, Shown& x) {
     auto found = places.find(place);
     if (found != places.end()) {
         auto& one = found->second;
-        if (one.type == x.impl->dtype().toScalarType() && x.impl->sizes() == one.sizes &&
+        if (one.type == type_of(x.impl) && x.impl->sizes() == one.sizes &&
             (!self->numbered || x.impl->strides() == one.strides))
             return &one;
     }
@@ -64,7 +64,7 @@ Common* common(Pen* self, PyObject* place, Shown& x) {
     if (!PyArg_ParseTuple(told.object, "OOOLLO", &layout, &dtype, &extra, &numbering, &plan, &keep)) return nullptr;
     if (!self->look) return nullptr;  // Python ran, and the page was closed meanwhile
     if (places.size() >= MOST_PLACES) places.clear();
-    Common fresh{place, layout, dtype, extra, keep, (const int64_t*)plan, numbering, x.impl->dtype().toScalarType(),
+    Common fresh{place, layout, dtype, extra, keep, (const int64_t*)plan, numbering, type_of(x.impl),
                  x.impl->sizes().vec(), x.impl->strides().vec()};
     return &(places[place] = std::move(fresh));
 }

@@ -12,9 +12,9 @@
 #include <c10/core/TensorImpl.h>
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <memory_resource>
-#include <string>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -96,10 +96,26 @@ struct Held {
     c10::StorageImpl* address;
     int64_t number;
 };
+// All that tells one tensor from another, in words; the first is the number of its storage.
+template <class T> using Pooled = std::pmr::polymorphic_allocator<T>;
+typedef std::vector<int64_t, Pooled<int64_t>> Key;
+struct KeyHash {
+    size_t operator()(const Key& key) const {
+        uint64_t hash = 0;
+        for (int64_t word : key) {
+            hash = (hash ^ (uint64_t)word) * 0x9e3779b97f4a7c15;
+            hash ^= hash >> 29;
+        }
+        return (size_t)hash;
+    }
+};
+
 struct Memory {
-    std::pmr::unordered_map<std::pmr::string, long> slots;
-    std::pmr::unordered_map<c10::StorageImpl*, size_t> places;  // in `held`
-    std::pmr::vector<Held> held;
+    std::unordered_map<Key, long, KeyHash, std::equal_to<Key>, Pooled<std::pair<const Key, long>>> slots;
+    std::unordered_map<c10::StorageImpl*, size_t, std::hash<c10::StorageImpl*>, std::equal_to<c10::StorageImpl*>,
+                       Pooled<std::pair<c10::StorageImpl* const, size_t>>>
+        places;  // in `held`
+    std::vector<Held, Pooled<Held>> held;
     size_t at = 0, prune_at = PRUNE_FROM;
     int64_t next = 0;
 
@@ -133,11 +149,8 @@ struct Memory {
         sweep(held.size());
         std::unordered_set<int64_t> alive;
         for (auto& one : held) alive.insert(one.number);
-        for (auto one = slots.begin(); one != slots.end();) {
-            int64_t number;
-            memcpy(&number, one->first.data(), sizeof number);
-            one = alive.count(number) ? std::next(one) : slots.erase(one);
-        }
+        for (auto one = slots.begin(); one != slots.end();)
+            one = alive.count(one->first[0]) ? std::next(one) : slots.erase(one);
         prune_at = std::max(PRUNE_FROM, 2 * slots.size());
     }
 
@@ -166,23 +179,28 @@ c10::TensorImpl* impl_of(const Eye* eye, PyObject* x) {
     return found;
 }
 
+c10::ScalarType type_of(const c10::TensorImpl* x) {
+    auto type = x->dtype();  // of which older releases ask only what is not constant
+    return type.toScalarType();
+}
+
 bool plain(c10::TensorImpl* x) {
     return x->device_type() == c10::DeviceType::CPU && !x->key_set().has_any(ODD) && x->layout() == c10::kStrided &&
            x->has_storage() && !x->is_inference() && x->dim() <= MOST_DIMS;
 }
 
-std::pmr::string key_of(const c10::TensorImpl* x, int64_t storage, int64_t numbering, std::pmr::memory_resource* pool) {
+Key key_of(const c10::TensorImpl* x, int64_t storage, int64_t numbering, std::pmr::memory_resource* pool) {
     int64_t words[5 + 2 * MOST_DIMS];
     auto sizes = x->sizes(), strides = x->strides();
     size_t n = 0;
     words[n++] = storage;
     words[n++] = x->storage_offset();
-    words[n++] = (int64_t)x->dtype().toScalarType();
+    words[n++] = (int64_t)type_of(x);
     words[n++] = (int64_t)x->version_counter().current_version();
     words[n++] = numbering;
     for (int64_t size : sizes) words[n++] = size;
     for (int64_t stride : strides) words[n++] = stride;
-    return std::pmr::string(reinterpret_cast<const char*>(words), n * sizeof *words, pool);
+    return Key(words, words + n, pool);
 }
 
 // The slot of a tensor: that in which it was measured before, or a new one; below zero no room, or not for us, and -1
@@ -191,7 +209,7 @@ long slot_of(Look* self, c10::TensorImpl* impl, const int64_t* plan = nullptr, i
     Eye* eye = self->eye;
     try {
         if (!plain(impl)) return NOT_MINE;
-        auto type = (size_t)impl->dtype().toScalarType();
+        auto type = (size_t)type_of(impl);
         if (type >= MOST_TYPES || eye->codes[type] < 0) return NOT_MINE;
         auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
         auto* begin = static_cast<const char*>(storage->data());

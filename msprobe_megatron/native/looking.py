@@ -61,7 +61,7 @@ def load_look(timeout: float = 60.0) -> Any | None:
 def _attempt(timeout: float) -> Any:
     if os.environ.get("MSPROBE_NATIVE", "1") == "0" or kernel() is None:
         raise BuildError("no kernel to look with")
-    path = built(PLAIN, timeout, _recipe())
+    path = _built(timeout)
     loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
     spec = importlib.util.spec_from_file_location(_NAME, str(path), loader=loader)
     if spec is None:
@@ -73,7 +73,15 @@ def _attempt(timeout: float) -> Any:
     return module
 
 
-def _recipe() -> Recipe:
+def _built(timeout: float) -> Path:
+    """Headers of new releases of torch want C++20, compilers of old machines know C++17 at most."""
+    try:
+        return built(PLAIN, timeout / 2, _recipe("c++20"))
+    except BuildError:
+        return built(PLAIN, timeout / 2, _recipe("c++17"))
+
+
+def _recipe(standard: str = "c++20") -> Recipe:
     import torch
 
     root, python = Path(torch.__file__).parent, sysconfig.get_paths()["include"]
@@ -82,7 +90,7 @@ def _recipe() -> Recipe:
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     # Versions are among the flags so that another torch or Python means another library.
     flags = (
-        *("-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
+        *(f"-std={standard}", "-O2", "-shared", "-fPIC", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
         *(f"-DTORCH={torch.__version__}", f"-DPYTHON={sysconfig.get_config_var('SOABI')}"),
         *(f"-I{root / 'include'}", f"-I{python}"),
     )
