@@ -96,7 +96,7 @@ def pen(
 
     Example::
 
-        write = pen(clock, describe, self._see, self._too_late, numbered=False)
+        write = pen(clock, describe, self.see, self._too_late, numbered=False)
         write.turn(new(), new(), cells)
         write(place, tensor, 0, "forward")
     """

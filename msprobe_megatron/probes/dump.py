@@ -15,7 +15,7 @@ from torch import nn
 from msprobe_megatron.clock import Clock
 from msprobe_megatron.config import DumpConfig
 from msprobe_megatron.measure.hashes import HASHES
-from msprobe_megatron.measure.looks import NO_ROOM, NOT_MINE, Look, See, looks, pen
+from msprobe_megatron.measure.looks import NO_ROOM, NOT_MINE, Look, Pen, looks, pen
 from msprobe_megatron.measure.measurer import Measurer
 from msprobe_megatron.measure.once import SeenTensors, key_of
 from msprobe_megatron.record.batches import SitesFile, StepBatch
@@ -90,12 +90,12 @@ class DumpProbe:
         self._sites_file = SitesFile()
         self._records_file = RecordsFile()
         self._dtypes: dict[torch.dtype, str] = {}
-        self.see: See = self._see
-        """Measure a tensor, unless it was measured a moment ago, and write its row."""
-        self._pen = None
+        self._pen: Pen | None = None
         whole = self._measures and self._hash is None and self._packs is None
-        if self._looks is not None and whole and self._microbatches is None:
-            self.see = self._pen = pen(clock, self._describe, self._see, self._too_late, numbered=self._numbered)
+        # Who has a `see` of another kind keeps it.
+        if self._looks is not None and whole and self._microbatches is None and type(self).see is _SEE:
+            self._pen = pen(clock, self._describe, self.see, self._too_late, numbered=self._numbered)
+            self.see = self._pen  # type: ignore[method-assign, assignment]
         self._page = self._new_page()
         self.matched: set[str] = set()
         self.fired: Counter[str] = Counter()
@@ -124,8 +124,11 @@ class DumpProbe:
         """Patterns of `list` that no module or parameter of this rank has."""
         return [text for text in self._matchers if text not in self.matched]
 
-    def _see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
-        """`see` in Python, for what the pen does not take, and where there is none."""
+    def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
+        """Measure a tensor, unless it was measured a moment ago, and write its row.
+
+        A pen stands before it where there is one; this is for what the pen does not take.
+        """
         page = self._page
         chosen = self._microbatches
         if chosen is not None and microbatch is not None and microbatch not in chosen:
@@ -276,6 +279,9 @@ class DumpProbe:
             self._packs.finish()
         only = self._config.task == "nonfinite"
         return StepBatch(self._clock.step, rows, slots, sites, complete, only, self._sites_file, self._records_file)
+
+
+_SEE = DumpProbe.see
 
 
 def _joined(first: str | None, second: str | None) -> str | None:
