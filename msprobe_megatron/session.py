@@ -316,8 +316,8 @@ class Session:
         """Disarm: a fault of the kit never stops or alters training, unless `strict` asks for it."""
         # When the next step begins, the thread that trains takes away what other threads and running calls cannot.
         self._next = -1
-        if self._guard.take(error, where):
-            self._rest(self.parts.silence, error)
+        if self._guard.take(error, where):  # between steps there is no call that our hooks could be missing from
+            self._rest(self.parts.silence if self._recording else self.parts.remove, error)
 
     def _rest(self, quiet: Callable[[], None], error: BaseException | None = None) -> None:
         self._recording = False

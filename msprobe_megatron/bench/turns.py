@@ -23,7 +23,7 @@ from msprobe_megatron.bench.memory import PeakMemory
 
 PLAIN = "plain"
 Variants = Mapping[str, Mapping[str, Any]]
-_MANY_VARIANTS = 4
+_MANY_VARIANTS = 3
 
 
 class BenchFailed(Exception):

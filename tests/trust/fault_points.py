@@ -74,14 +74,19 @@ FAULT_POINTS = {
     "which model": FaultPoint("dispatch:Dispatcher._find", after=1),
     "which microbatch": FaultPoint("session:Session._index_of", after=5),
     "which step": FaultPoint("step_numbers:StepNumbers.coming", after=2),
-    "which phase": FaultPoint("clock:Clock.calling", after=40),
+    "which phase": FaultPoint("clock:Clock.calling", after=20),
+    "which phase of an API call": FaultPoint("clock:Clock.calling", _L1, after=40),
     "binding the patches of a step": FaultPoint("patching:PatchSet.apply", after=3),
     "taking the patches of a step away": FaultPoint("patching:PatchSet.revert", after=1),
     "recomputation": FaultPoint("parts:Parts.memory_changed", _MIX, RECOMPUTE, after=1),
     "collective": FaultPoint("parts:Parts.memory_changed", _MIX, TP2, world=2, after=9, rank=1),
     # Probe, measure, record.
-    "measure": FaultPoint("measure.measurer:Measurer.__call__", "dump: {level: L0, digest: true}", after=50),
-    "slot": FaultPoint("record.slots:SlotTable.take", after=50),
+    "measure": FaultPoint(
+        "measure.measurer:Measurer.__call__", "dump: {level: L0, task: tensor, digest: true}", after=50
+    ),
+    "what rows have in common": FaultPoint("probes.dump:DumpProbe._describe", "dump: {digest: true}", after=50),
+    "slot": FaultPoint("record.slots:SlotTable.take", "dump: {digest: true, task: tensor}", after=50),
+    "room for slots": FaultPoint("record.slots:SlotTable.grow"),
     "end of a step": FaultPoint("probes.dump:DumpProbe.finish", after=1),
     "structure": FaultPoint("sites.modules:ModuleSite.structure", after=1),
     "writer: rows": FaultPoint("record.records_file:RecordsFile.content", _MIX),
