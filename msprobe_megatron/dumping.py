@@ -70,6 +70,7 @@ class Dumping(Part):
         packs = TensorPacks(device.to_host, job.submit, min(PACK_BYTES, config.limits.host_memory // 8))
         self._probe = DumpProbe(asked, clock, slots, where, packs)
         self._scope: Scoped | None = None
+        self._calls_seen = False
         sink = self._narrowed(chunks, where, config.source)
         self._modules = ModuleSite(chunks, sink, clock, where, fault, asked.stacks)
         self._parameters = OptimizerSite(chunks, job.optimizer, sink, where)
@@ -142,6 +143,7 @@ class Dumping(Part):
         self.level = next((level for steps, level in reversed(self._selections) if step in steps), self.asked.level)
         self._saved.install()
         if self.level in ("L1", "mix"):
+            self._calls_seen = True
             self._frames.install()
             self._apis.install()
             self._functions.apply()
@@ -151,10 +153,11 @@ class Dumping(Part):
 
     def calls_end(self) -> None:
         """The schedule has returned: what the optimizer calls is not of the model."""
-        self._frames.remove()
-        self._functions.revert()
-        self._apis.remove()
         self._comm.optimizing = True
+        if self._calls_seen:
+            self._frames.remove()
+            self._functions.revert()
+            self._apis.remove()
 
     def remove(self) -> None:
         """Take the hooks away."""

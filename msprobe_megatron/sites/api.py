@@ -255,28 +255,29 @@ class ApiSite:
         self._watch_gradients(call, running.moment, sources, since, outputs)
 
     def _watch_gradients(self, call: _Call, moment: Moment, sources: Sources, since: int, outputs: Found) -> None:
-        given: dict[Any, list[tuple[int, Place]]] = {}
+        given: dict[Any, list[Any]] = {}
         for path, tensor in outputs:
             node = tensor.grad_fn
             if node is not None:
                 wanted = given.setdefault(node, [])
                 if self._output_gradients:
-                    wanted.append((tensor.output_nr, call.output_gradients[path]))
+                    wanted += (tensor.output_nr, call.output_gradients[path])
         if not given:
             return
-        asked: dict[Any, list[tuple[int, Place, Shares | None]]] = {}
+        asked: dict[Any, list[Any]] = {}
         if sources:
             found = links(given, sources, since)
             places = call.input_gradients
             shares = _shares(found) if sum(map(len, found.values())) > 1 else {}
             for node, edges in found.items():
-                asked[node] = [(index, places[path], shares.get(path)) for index, path in edges]
+                asked[node] = [cell for index, path in edges for cell in (index, places[path], shares.get(path))]
+        head = (self, self._round, moment)
         for node, here in given.items():
             there = asked.pop(node, [])
             if here or there:
-                node.register_hook(_Arrived(self, here, there, moment))
+                node.register_hook(_Arrived((*head, len(here), *here, *there)))
         for node, there in asked.items():
-            node.register_hook(_Arrived(self, [], there, moment))
+            node.register_hook(_Arrived((*head, 0, *there)))
 
 
 def _shares(found: dict[Any, list[tuple[int, str]]]) -> dict[str, Shares]:
@@ -285,36 +286,31 @@ def _shares(found: dict[Any, list[tuple[int, str]]]) -> dict[str, Shares]:
     return {path: Shares(count) for path, count in ways.items() if count > 1}
 
 
-class _Arrived:
+class _Arrived(tuple[Any, ...]):
     """The hook of a node: tells of the gradients that come to it and go from it for one call.
 
-    An object and not a function with a closure, which would be seven more for the garbage collector to visit.
+    One object and not six: all of a step are alive when its backward begins, and the garbage collector visits each of
+    them again and again. Its cells are site, round, moment and how many cells those that come have; then for each
+    of these its index and place; then for each that goes its index, place and share, if it is one.
     """
 
-    __slots__ = ("asked", "given", "moment", "round", "site")
-
-    def __init__(
-        self,
-        site: ApiSite,
-        given: list[tuple[int, Place]],
-        asked: list[tuple[int, Place, Shares | None]],
-        moment: Moment,
-    ) -> None:
-        self.site, self.round, self.given, self.asked, self.moment = site, site._round, given, asked, moment
+    __slots__ = ()
 
     def __call__(self, grad_inputs: Any, grad_outputs: Any) -> None:
-        site = self.site
-        if not site.active or site._round != self.round:
+        site, this_round, moment, count = self[:4]
+        if not site.active or site._round != this_round:
             return
         try:
-            site._clock.backward_moment = self.moment
-            see, microbatch = site._sink.see, self.moment.microbatch
+            site._clock.backward_moment = moment
+            see, microbatch = site._sink.see, moment[0]
             with own_work():
-                for index, place in self.given:
+                for at in range(4, 4 + count, 2):
+                    index = self[at]
                     gradient = grad_outputs[index] if index < len(grad_outputs) else None
                     if gradient is not None:
-                        see(place, gradient, microbatch, "backward")
-                for index, place, shares in self.asked:
+                        see(self[at + 1], gradient, microbatch, "backward")
+                for at in range(4 + count, len(self), 3):
+                    index, place, shares = self[at : at + 3]
                     gradient = grad_inputs[index] if index < len(grad_inputs) else None
                     if shares is not None:
                         gradient = shares.add(gradient)

@@ -44,13 +44,13 @@ class OptimizerSite:
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, sink: Sink, where: Coordinates) -> None:
         self._sink, self._where, self._optimizer = sink, where, optimizer
-        self._parameters: list[tuple[nn.Module, names.NamedParameter, Place, Place]] = []
+        self._parameters: list[tuple[nn.Module, nn.Parameter, Place, Place]] = []
         for index, chunk in enumerate(chunks):
             for entry in names.parameters(chunk):
                 if sink.wants(entry.name):
                     weight = self._place("parameter", entry, index, _whole(entry))
                     gradient = self._place("grad_reduced", entry, index, _reduced(entry, chunk))
-                    self._parameters.append((chunk, entry, weight, gradient))
+                    self._parameters.append((chunk, entry.parameter, weight, gradient))
         self._ranges: dict[int, tuple[int, int] | None] = {}
         self._scale = Place(
             "loss", "loss_scale", "value", "", "optimizer", 0, -1, lambda shape: ShardSpec(), where.size
@@ -61,15 +61,17 @@ class OptimizerSite:
 
     def collect(self) -> None:
         """Tell the sink of every parameter and gradient."""
-        see = self._sink.see
-        for chunk, entry, weight, gradient in self._parameters:
-            parameter = entry.parameter
-            see(weight, local_part(parameter), None, "optimizer")
+        see, ranges = self._sink.see, self._ranges
+        for chunk, parameter, weight, gradient in self._parameters:
+            # Without a call where there is nothing to find out.
+            see(weight, parameter if type(parameter) is nn.Parameter else local_part(parameter), None, "optimizer")
             value = _gradient(parameter)
             if value is None:
                 continue
-            value = local_part(value)
-            part = self._range(chunk, parameter)
+            if type(value) is not torch.Tensor:
+                value = local_part(value)
+            key = id(parameter)
+            part = ranges[key] if key in ranges else self._range(chunk, parameter)
             if part is not None:
                 value = value.reshape(-1)[part[0] : part[1]]
                 if part[0] == part[1]:
@@ -81,10 +83,8 @@ class OptimizerSite:
 
     def _range(self, chunk: nn.Module, parameter: nn.Parameter) -> tuple[int, int] | None:
         """What of the gradient this rank holds; Megatron lays its buffers out once."""
-        key = id(parameter)
-        if key not in self._ranges:
-            self._ranges[key] = reduced_range(chunk, parameter)
-        return self._ranges[key]
+        found = self._ranges[id(parameter)] = reduced_range(chunk, parameter)
+        return found
 
     def _place(
         self, kind: str, entry: names.NamedParameter, chunk: int, spec: Callable[[tuple[int, ...]], ShardSpec]
