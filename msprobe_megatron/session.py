@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from msprobe_megatron import facts, native
+from msprobe_megatron.all_the_time import AllTheTime
 from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.config import ProbeConfig
 from msprobe_megatron.control import Control
@@ -25,8 +26,6 @@ from msprobe_megatron.dumping import Dumping
 from msprobe_megatron.fault_guard import REFUSALS, FaultGuard, alone, guarded
 from msprobe_megatron.parts import NEVER, Job, Parts
 from msprobe_megatron.parts_asked import make_parts
-from msprobe_megatron.patches.optimizer import wrap_step
-from msprobe_megatron.plain_loop import watch_forwards
 from msprobe_megatron.record.directory import RunDirectory
 from msprobe_megatron.record.writer import Writer
 from msprobe_megatron.step_numbers import StepNumbers
@@ -66,7 +65,6 @@ class Session:
         self._numbers = StepNumbers(step)
         self._open = self._recording = self.in_schedule = False
         self._schedules: set[str] = set()
-        self._undo: list[Callable[[], None]] = []
         self._next = NEVER
         output = Path(config.output) / tag if tag else Path(config.output)
         self.directory = RunDirectory.create(output)
@@ -106,27 +104,14 @@ class Session:
         )
         plain = coordinates.parallel_state() is None
         self._while_recording = WhileRecording(self, plain=plain)
+        self._all_the_time = AllTheTime(self, self._chunks, self._chunk_of, self._optimizer, plain=plain)
         self._control = Control(self.directory.path, self.where, config.ranks, self.voice.say)
-        job = Job(
-            config,
-            self._chunks,
-            self._optimizer,
-            self.clock,
-            self.where,
-            self.directory,
-            self.fault,
-            self.writer.submit,
-            self.voice.say,
-            request=self._control.request,
-            arguments=arguments,
-        )
+        model = (self._chunks, self._optimizer, self.clock, self.where, self.directory)
+        said = (self.fault, self.writer.submit, self.voice.say)
+        job = Job(config, *model, *said, request=self._control.request, arguments=arguments)
         self.parts = Parts(make_parts(job))
         self._leave_ledger()
-        DISPATCHER.add(self, self._chunk_of)
-        if self._optimizer is not None:
-            self._undo.append(wrap_step(self._optimizer, self))
-        if plain:
-            self._undo.append(watch_forwards(self._chunks, self))
+        self._all_the_time.apply()
         self._next = self.parts.next_from(0)
         atexit.register(self.close)
         self.voice.tell(f"{self.parts.describe()} into {self.directory.path}")
@@ -343,7 +328,7 @@ class Session:
         self.closed = True
         if self.selected:
             atexit.unregister(self.close)
-            for last in (self._detach, *[part.close for part in self.parts.all], self._write_rest, self._leave_ledger):
+            for last in (self.sleep, *[part.close for part in self.parts.all], self._write_rest, self._leave_ledger):
                 try:
                     last()
                 except Exception as error:
@@ -351,14 +336,29 @@ class Session:
             self._guard.stop()
 
     @alone
-    def _detach(self) -> None:
+    @guarded
+    def sleep(self) -> None:
+        """Take everything off the model until `wake`: steps between are not seen, nor counted if no host counts."""
+        if not self.selected:
+            return
         if self._recording:
             self._finish(complete=False)
+        if self._open:  # what is left of the step goes by unseen
+            self._numbers.passed()
+        self._open = self.in_schedule = False
         self.parts.remove()
         self._while_recording.revert()
-        DISPATCHER.remove(self)
-        for undo in self._undo:
-            undo()
+        self._all_the_time.revert()
+
+    def wake(self) -> None:
+        """Put it back on. A session is made awake; one that is closed stays asleep.
+
+        Example::
+
+            session.sleep(); tune(model, optimizer); session.wake()
+        """
+        if self.selected and not self.closed:
+            self._all_the_time.apply()
 
     def _write_rest(self) -> None:
         self.writer.close()

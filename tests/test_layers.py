@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "voice": {"record"},
     "fault_guard": {"record", "voice", "config", "patching", "backends"},
     "plain_loop": {"clock", "topology"},
+    "all_the_time": {"dispatch", "patches", "plain_loop"},
     "dispatch": {"patching", "topology"},
     "backends": {"config", "importing", "patching"},
     "dry_run": {"backends", "patching"},

@@ -30,9 +30,10 @@ _HEAD = """# Benchmarks
 
 `bash scripts/bench_peer.sh` installs the published msprobe (mindstudio-probe 26.2.0, and 8.3.3 for the free benchmark)
 beside the kit, runs every bench and writes this file; each table stands under the commands that made it, and
-`msprobe-megatron bench WHAT` makes one of them on your own machine. Ratios are to no tool at all: medians of CPU time
-of a step, in the same processes, taking turns, the first steps left out; `least` is the ratio of the least times,
-`spread` the distance between the quartiles over the median. Lines named `plain_torch:` are a decoder in plain torch,
+`msprobe-megatron bench WHAT` makes one of them on your own machine. Ratios are to no tool at all: CPU time of a
+step over that of the steps without the kit beside it, in the same processes, taking turns, medians; `±` is the standard
+error of a ratio, `least` the ratio of the least times, `spread` the distance between the quartiles of the times
+themselves over their median. Lines named `plain_torch:` are a decoder in plain torch,
 the only model that both tools can run; all others are the demo GPT of megatron-core.
 """
 _SIZES = ("extra_bytes", "peak_bytes")

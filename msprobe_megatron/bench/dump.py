@@ -9,8 +9,8 @@ from msprobe_megatron.bench.peer.columns import Pair, columns
 from msprobe_megatron.bench.workloads import WORKLOADS, asked
 
 ABOUT = (
-    "Medians of the CPU time of a training step over that of the same step without the kit, in one process, taking"
-    " turns. h64 shows the host's cost of a tensor, h1024 that of the arithmetic; both are of a CPU: copies and"
+    "CPU time of a training step over that of the steps without the kit beside it, in one process, variants changing"
+    " from step to step; medians. h64 shows the host's cost of a tensor, h1024 that of the arithmetic; both are of a CPU: copies and"
     " synchronisations of a device are not in them. Across models and machines only ratios can be compared."
 )
 VARIANTS: dict[str, dict[str, Any]] = {

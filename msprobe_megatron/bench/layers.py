@@ -54,16 +54,16 @@ def profiled(name: str) -> tuple[Workload, dict[str, Any]]:
 
 
 def _workload(layers: int, turns: int) -> Workload:
-    return Workload(f"layers{layers}", f"--num-layers {layers} {_FLAGS}", turns, 2)
+    return Workload(f"layers{layers}", f"--num-layers {layers} {_FLAGS}", turns, 1)
 
 
 def _added(layers: int, variants: dict[str, dict[str, Any]], options: Options) -> dict[str, dict[str, Any]]:
-    lines = measured(_workload(layers, options.turns or 4), variants, options)
+    lines = measured(_workload(layers, options.turns or 12), variants, options)
     plain, *others = lines
     kept = ("median_s", "spread", "peak_bytes", "bytes", "files", "rows", "microseconds", "extra_bytes")
     return {
         line["name"].partition(":")[2]: {
-            "added_s": line["median_s"] - plain["median_s"],
+            "added_s": (line["ratio"] - 1) * plain["median_s"],
             **{key: line[key] for key in kept},
         }
         for line in others

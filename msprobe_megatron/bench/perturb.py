@@ -12,7 +12,7 @@ from msprobe_megatron.bench.turns import PLAIN, Workload
 from msprobe_megatron.bench.workloads import ARCHITECTURES, WORKLOADS, asked, known, workload_of
 
 ABOUT = (
-    "Medians of CPU time and peak memory of a training step over those of the same step without the kit, taking turns"
+    "CPU time and peak memory of a training step over those of steps without the kit beside it; medians, taking turns"
     " in one process. softmax, matmul: that operator at every step, full results; all: every operator at every step;"
     " budget: 5 %, turns of many steps timed as a whole, writing included; names that end in a mode are msprobe's own"
     " comparison. The steps in which kinds of calls are seen for the first time are not counted. Seed 002 measured"
@@ -143,7 +143,7 @@ def bench(options: Options) -> list[dict[str, Any]]:
         return _models(options)
     lines: list[dict[str, Any]] = []
     for name, (turns, steps, many) in _SIZES.items():
-        for workload in options.chosen([replace(WORKLOADS[name], turns=turns, steps=steps, warm_up=2)]):
+        for workload in options.chosen([replace(WORKLOADS[name], turns=turns, steps=steps, warm_up=2, fresh=True)]):
             lines += measured(workload, {**EVERY_STEP, **SEED}, options)
             whole = replace(workload, steps=many, whole=True)
             lines += [line for line in measured(whole, BUDGET, options) if not line["name"].endswith(f":{PLAIN}")]
@@ -160,15 +160,15 @@ def _models(options: Options) -> list[dict[str, Any]]:
     model = str(options.model)
     if model.startswith("--"):
         (workload,) = asked(options, [])
-        return measured(replace(workload, warm_up=2), {**EVERY_STEP, **SEED}, options)
+        return measured(replace(workload, warm_up=2, fresh=True), {**EVERY_STEP, **SEED}, options)
     every = [*ARCHITECTURES, *NETS]
     lines: list[dict[str, Any]] = []
     for name in every if model == "all" else [known(model, every)]:
         turns = options.turns or 3
         if name in NETS:
-            workload = Workload(name, "", turns, 4, warm_up=2)
+            workload = Workload(name, "", turns, 4, warm_up=2, fresh=True)
             results = measure_net(workload, NET_VARIANTS[name], options.out, options.progress)
             lines += [result.as_dict() for result in results]
         else:
-            lines += measured(replace(workload_of(name, turns, 3), warm_up=2), MODEL_VARIANTS, options)
+            lines += measured(replace(workload_of(name, turns, 3), warm_up=2, fresh=True), MODEL_VARIANTS, options)
     return lines

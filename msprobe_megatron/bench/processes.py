@@ -123,14 +123,15 @@ def together(tables: list[list[Mapping[str, Any]]]) -> list[dict[str, Any]]:
         # 4.0
     """
     lines: list[dict[str, Any]] = []
+    without = [float(table[0]["median_s"]) for table in tables]
     for of_ranks in zip(*tables, strict=True):
-        total = sum(line["median_s"] for line in of_ranks)
         rows = sum(line["rows"] for line in of_ranks)
         line = dict(of_ranks[0])
         line.update(
-            median_s=total,
-            ratio=total / lines[0]["median_s"] if lines else 1.0,
+            median_s=sum(other["median_s"] for other in of_ranks),
+            ratio=sum(base * other["ratio"] for base, other in zip(without, of_ranks, strict=True)) / sum(without),
             training_ratio=max(other["training_ratio"] for other in of_ranks),
+            uncertainty=max(other["uncertainty"] for other in of_ranks),
             spread=max(other["spread"] for other in of_ranks),
             peak_bytes=max(other["peak_bytes"] for other in of_ranks),
             memory_ratio=max(other["memory_ratio"] for other in of_ranks),

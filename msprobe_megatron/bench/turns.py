@@ -1,16 +1,19 @@
 """The clockwork of every bench: variants of the kit that take turns within one job, and the lines of the table.
 
-A variant is a probe file laid over the demo model; all of them train the same model in the same processes, one after
-the other and again, so that a busy machine is unfair to all of them alike; each turn begins with another variant, so
-that none always follows the same one. The time is that of the whole process, writer thread included, until the step's
-files are written; medians are compared. What a bench adds is its variants.
+A variant is a probe file laid over the demo model; all of them train the same model in the same processes, a step or
+a few at a time, one after the other and again, so that a busy machine is unfair to all of them alike; each turn has an
+order of its own, so that none always follows the same one. Their sessions sleep while it is not their turn. In a first
+turn there is one at a time, which is closed after it: for what a session needs of memory and writes. The time is that
+of the whole process, writer thread included, until the step's files are written. What a bench adds is its variants.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
+import random
 import shutil
 import statistics
 import time
@@ -19,11 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from msprobe_megatron.bench.beside import Cost, Step, cost, spread
 from msprobe_megatron.bench.memory import PeakMemory
 
 PLAIN = "plain"
 Variants = Mapping[str, Mapping[str, Any]]
-_MANY_VARIANTS = 3
+_MEMORY_STEPS = 2
 
 
 class BenchFailed(Exception):
@@ -48,7 +52,7 @@ def silent(text: str, share: float | None = None) -> None:
 class Workload:
     """A model (flags of the demo job), how often each variant has its turn, and how many steps a turn has.
 
-    `warm_up` are the first steps of a turn, which are not counted: they fill the caches of places and plans.
+    `warm_up` are the first steps of a turn, which are not counted: they put hooks on the model.
     """
 
     name: str
@@ -58,14 +62,23 @@ class Workload:
     warm_up: int = 1
     whole: bool = False
     """A turn is timed as a whole: what is done once in many steps, such as a file of the monitor, is in the figure."""
+    fresh: bool = False
+    """Every turn has a session of its own: for what depends on how many steps it has seen."""
+
+    @property
+    def laps(self) -> range:
+        """The turns by number; the one called 0 is not timed, unless all are like it."""
+        return range(1 if self.fresh else 0, self.turns + 1)
 
 
 @dataclass(frozen=True)
 class Result:
     """One line of the table; times are CPU seconds of a step, sizes are those that a turn of the variant wrote.
 
-    `ratio` counts the whole process, `training_ratio` the thread that trains, without the writer's; both are of
-    medians, `least_ratio` is of the least times. `spread` is the distance between the quartiles over the median.
+    `ratio` counts the whole process, `training_ratio` the thread that trains, without the writer's; both are medians
+    over the steps without the kit next to a step (`beside`), `uncertainty` is how well the first is known,
+    `least_ratio` is of the least times. `spread` is the
+    distance between the quartiles over the median, of the times themselves: how restless the machine was.
     `microseconds` is what a row costs the training thread, `extra_bytes` what the peak of memory gained.
     """
 
@@ -82,6 +95,7 @@ class Result:
     microseconds: float | None
     extra_bytes: int
     least_ratio: float
+    uncertainty: float
 
     def as_dict(self) -> dict[str, Any]:
         """The line for `--json`."""
@@ -127,12 +141,13 @@ class Turns:
 
     def __init__(self, workload: Workload, variants: Variants, out: Path, progress: Progress = silent) -> None:
         self._workload, self._variants, self._out, self._progress = workload, variants, out, progress
-        self.times: dict[str, list[float]] = {name: [] for name in (PLAIN, *variants)}
-        self.training: dict[str, list[float]] = {name: [] for name in self.times}
-        self._peaks: dict[str, list[int]] = {name: [] for name in self.times}
-        self._rows: dict[str, int] = dict.fromkeys(self.times, 0)
-        self._written: dict[str, tuple[int, int]] = dict.fromkeys(self.times, (0, 0))
+        names = (PLAIN, *variants)
+        self.steps: list[Step] = []
+        self._peaks: dict[str, list[int]] = {name: [] for name in names}
+        self._rows: dict[str, int] = dict.fromkeys(names, 0)
+        self._written: dict[str, tuple[int, int]] = dict.fromkeys(names, (0, 0))
         self._session: Any = None
+        self._asleep: dict[str, Any] = {}
         self._script = self._steps()
         self._model: tuple[Any, Any] = (None, None)
         self._memory = PeakMemory()
@@ -140,15 +155,20 @@ class Turns:
     @property
     def iterations(self) -> int:
         """How many steps the job has to make."""
-        return 2 + self._workload.turns * len(self._order(0)) * (self._workload.steps + self._workload.warm_up)
+        one = len(self._order(0))
+        return 2 + sum(one * (self._workload.warm_up + self._steps_of(lap)) for lap in self._workload.laps)
 
-    def _order(self, turn: int) -> list[str]:
-        """The variants of a turn; no tool at all twice among many of them, for it is a part of every ratio."""
-        names = list(self.times)
-        if len(self._variants) >= _MANY_VARIANTS:
-            names.insert(len(names) // 2 + 1, PLAIN)
-        first = turn % len(names)
-        return names[first:] + names[:first]
+    def _steps_of(self, lap: int) -> int:
+        return self._workload.steps if lap else max(_MEMORY_STEPS, self._workload.steps)
+
+    def _order(self, lap: int) -> list[str]:
+        """The variants of a turn; no tool at all several times among many of them, for it is a part of every ratio."""
+        names = list(self._variants)
+        random.Random(lap).shuffle(names)  # noqa: S311 - the same in every process of a job
+        apart = math.ceil(len(names) / max(1, round(math.sqrt(len(names)))))
+        order = [one for i, name in enumerate(names) for one in ([PLAIN, name] if i % apart == 0 else [name])]
+        first = lap % len(order)
+        return order[first:] + order[:first]
 
     def ready(self, chunks: Any, optimizer: Any) -> None:
         """All is built, nothing has run."""
@@ -163,51 +183,67 @@ class Turns:
     def _steps(self) -> Iterator[None]:
         yield  # two steps in which allocators and caches find their size
         yield
-        for turn in range(self._workload.turns):
-            order = self._order(turn)
+        for lap in self._workload.laps:
+            order = self._order(lap)
             for at, name in enumerate(order):
-                share = (turn + at / len(order)) / self._workload.turns
-                self._progress(f"{self._workload.name}: turn {turn + 1} of {self._workload.turns}", share)
-                self._memory.trim()
-                self._attach(name, turn)
+                done = lap - self._workload.laps.start + at / len(order)
+                text = f"turn {lap} of {self._workload.turns}" if lap else "memory"
+                self._progress(f"{self._workload.name}: {text}", done / len(self._workload.laps))
+                self._begin(name, lap)
                 for _ in range(self._workload.warm_up):
                     yield
-                if self._workload.whole:
-                    yield from self._whole_turn(name, turn)
-                    continue
-                for _ in range(self._workload.steps):
-                    self._flush()
-                    self._memory.reset()
-                    began, training = time.process_time(), time.thread_time()
-                    yield
-                    self.training[name].append(time.thread_time() - training)
-                    self._flush()
-                    self.times[name].append(time.process_time() - began)
-                    self._peaks[name].append(self._memory.peak())
-                self._detach(name, turn)
+                steps = self._steps_of(lap)
+                at_once = steps if self._workload.whole else 1
+                for _ in range(steps // at_once):
+                    yield from self._timed(name, at_once, lap)
+                self._end(name, lap)
+        for name in list(self._asleep):
+            self._session = self._asleep.pop(name)
+            self._close(name, self._workload.turns)
 
-    def _whole_turn(self, name: str, turn: int) -> Iterator[None]:
+    def _timed(self, name: str, steps: int, lap: int) -> Iterator[None]:
+        alone = lap == 0 or self._workload.fresh
         self._flush()
-        self._memory.reset()
+        if alone:
+            self._memory.reset()
         began, training = time.process_time(), time.thread_time()
-        for _ in range(self._workload.steps):
+        for _ in range(steps):
             yield
-        self.training[name].append((time.thread_time() - training) / self._workload.steps)
+        trained = time.thread_time() - training
         self._flush()
-        self.times[name].append((time.process_time() - began) / self._workload.steps)
-        self._peaks[name].append(self._memory.peak())
-        self._detach(name, turn)
+        took = time.process_time() - began
+        if alone:
+            self._peaks[name].append(self._memory.peak())
+        if lap:
+            self.steps.append(Step(name, took / steps, trained / steps))
 
-    def _folder(self, name: str, turn: int) -> Path:
-        return self._out / f"{self._workload.name}_{name}_{turn}"
+    def _begin(self, name: str, lap: int) -> None:
+        if lap == 0 or self._workload.fresh:
+            self._memory.trim()
+        if name in self._asleep:
+            self._session = self._asleep.pop(name)
+            self._session.wake()
+        elif name != PLAIN:
+            self._attach(name, lap)
 
-    def _attach(self, name: str, turn: int) -> None:
+    def _end(self, name: str, lap: int) -> None:
+        if self._session is None:
+            return
+        if lap == 0 or self._workload.fresh:
+            self._close(name, lap)
+            return
+        self._session.sleep()
+        self._check(name)
+        self._asleep[name], self._session = self._session, None
+
+    def _folder(self, name: str, lap: int) -> Path:
+        return self._out / f"{self._workload.name}_{name}_{lap if self._workload.fresh else min(1, lap)}"
+
+    def _attach(self, name: str, lap: int) -> None:
         from msprobe_megatron import attach
         from msprobe_megatron.config import Overrides, from_document
 
-        if name == PLAIN:
-            return
-        config = from_document(dict(self._variants[name]), "bench", Overrides(output=str(self._folder(name, turn))))
+        config = from_document(dict(self._variants[name]), "bench", Overrides(output=str(self._folder(name, lap))))
         self._session = attach(*self._model, config, step=0)
 
     def _flush(self) -> None:
@@ -215,58 +251,52 @@ class Turns:
         if writer is not None:
             writer.flush()
 
-    def _detach(self, name: str, turn: int) -> None:
-        if self._session is None:
-            return
-        self._session.close()
+    def _check(self, name: str) -> None:
         if self._session.faults:
             # The kit has disarmed itself, as it should; what would be measured is a job without it.
             raise BenchFailed(f"{self._workload.name}:{name}: {self._session.faults[0]}")
-        if self._session.selected:
+
+    def _close(self, name: str, lap: int) -> None:
+        self._session.close()
+        self._check(name)
+        first = lap == self._workload.laps.start
+        if first and self._session.selected:
             counts = self._session.writer.counts.as_dict()
             self._rows[name] = counts["rows_written"] // max(1, counts["steps_written"])
-        self._written[name] = size_of(self._folder(name, turn))
         self._session = None
-        if turn and "WORLD_SIZE" not in os.environ:  # other ranks may still be writing into it
-            shutil.rmtree(self._folder(name, turn), ignore_errors=True)
+        if first:
+            self._written[name] = size_of(self._folder(name, lap))
+        elif "WORLD_SIZE" not in os.environ:  # other ranks may still be writing into it
+            shutil.rmtree(self._folder(name, lap), ignore_errors=True)
 
     def results(self) -> list[Result]:
-        """A line for each variant; ratios are those of medians."""
+        """A line for each variant, the first for no tool at all."""
         middle = statistics.median
-        base, training = middle(self.times[PLAIN]), middle(self.training[PLAIN])
+        least = min(step.took for step in self.steps if step.name == PLAIN)
         memory = middle(self._peaks[PLAIN])
         lines = []
-        for name, times in self.times.items():
-            median, own, rows = middle(times), middle(self.training[name]), self._rows[name]
-            peak = middle(self._peaks[name])
+        for name, peaks in self._peaks.items():
+            times = [step.took for step in self.steps if step.name == name]
+            found = cost(self.steps, name, PLAIN) if name != PLAIN else Cost(1.0, 1.0, 0.0, 0.0)
+            peak, rows = middle(peaks), self._rows[name]
             lines.append(
                 Result(
                     f"{self._workload.name}:{name}",
-                    median / base,
-                    own / training,
-                    median,
+                    found.ratio,
+                    found.training_ratio,
+                    middle(times),
                     spread(times),
-                    max(self._peaks[name]),
+                    max(peaks),
                     peak / memory if memory else 1.0,
                     *self._written[name],
                     rows,
-                    (own - training) * 1e6 / rows if rows else None,
+                    found.added_s * 1e6 / rows if rows else None,
                     max(0, round(peak - memory)),
-                    min(times) / min(self.times[PLAIN]),
+                    min(times) / least,
+                    found.uncertainty,
                 )
             )
         return lines
-
-
-def spread(times: list[float]) -> float:
-    """Distance between the quartiles over the median; 0 for a single value.
-
-    Example: ``spread([1.0, 2.0, 3.0]) == 1.0``.
-    """
-    if len(times) < 2:  # noqa: PLR2004
-        return 0.0
-    low, middle, high = statistics.quantiles(times, n=4)
-    return (high - low) / middle
 
 
 def size_of(folder: Path) -> tuple[int, int]:

@@ -12,10 +12,13 @@ _LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope"
 _COMMON = f"{_LAYERS} {_LLAMA}"
 _SMALL = "--hidden-size 64 --num-attention-heads 4 --seq-length 32"
 
+_MIDDLE = "--hidden-size 512 --num-attention-heads 8 --seq-length 256 --bf16"
+_LARGE = "--hidden-size 1024 --num-attention-heads 16 --seq-length 512"
+
 WORKLOADS = {
-    "h64": Workload("h64", f"{_COMMON} {_SMALL}", 30, 6),
-    "h512": Workload("h512", f"{_COMMON} --hidden-size 512 --num-attention-heads 8 --seq-length 256 --bf16", 5, 2),
-    "h1024": Workload("h1024", f"{_COMMON} --hidden-size 1024 --num-attention-heads 16 --seq-length 512", 6, 2),
+    "h64": Workload("h64", f"{_COMMON} {_SMALL}", turns=60, steps=2),
+    "h512": Workload("h512", f"{_COMMON} {_MIDDLE}", turns=5, steps=2),
+    "h1024": Workload("h1024", f"{_COMMON} {_LARGE}", turns=16, steps=1, warm_up=0),
 }
 
 # What tells the models apart; width and depth are those of a small machine.

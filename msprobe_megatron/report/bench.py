@@ -18,6 +18,7 @@ Line = Mapping[str, Any]
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("", "name", "{}"),
     ("ratio", "ratio", "{:.3f}"),
+    ("±", "uncertainty", "{:.3f}"),
     ("asked", "target", "{:.4g}"),
     ("msprobe", "peer_ratio", "{:.2f}"),
     ("training", "training_ratio", "{:.3f}"),

@@ -8,26 +8,29 @@ import sys
 import pytest
 
 from msprobe_megatron.bench import processes
+from msprobe_megatron.bench.beside import spread
 from msprobe_megatron.bench.memory import PeakMemory
 from msprobe_megatron.bench.processes import run_ranks, together
-from msprobe_megatron.bench.turns import BenchFailed, Turns, Workload, size_of, spread
+from msprobe_megatron.bench.turns import BenchFailed, Turns, Workload, size_of
 from msprobe_megatron.report.bench import bars, markdown
 
 
-def line(name, seconds, training, rows):
+def line(name, seconds, training, rows, ratio=1.0):
     return {
-        **{"name": name, "ratio": 1.0, "training_ratio": training, "median_s": seconds, "spread": 0.1},
+        **{"name": name, "ratio": ratio, "training_ratio": training, "median_s": seconds, "spread": 0.1},
         **{"peak_bytes": 10, "memory_ratio": 1.0, "bytes": 5, "files": 2, "rows": rows, "microseconds": None},
-        **{"extra_bytes": 0, "least_ratio": 1.0},
+        **{"extra_bytes": 0, "least_ratio": 1.0, "uncertainty": 0.01},
     }
 
 
 def test_ranks_are_added_up():
-    first = [line("plain", 1.0, 1.0, 0), line("L0", 2.0, 1.5, 10)]
-    second = [line("plain", 3.0, 1.0, 0), line("L0", 4.0, 1.9, 11)]
+    first = [line("plain", 1.0, 1.0, 0), line("L0", 2.0, 1.5, 10, 2.0)]
+    second = [line("plain", 3.0, 1.0, 0), line("L0", 4.5, 1.9, 11, 1.4)]
     plain, recorded = together([first, second])
     assert (plain["median_s"], plain["ratio"]) == (4.0, 1.0)
-    assert (recorded["median_s"], recorded["ratio"], recorded["training_ratio"]) == (6.0, 1.5, 1.9)
+    # One second of the first rank and three of the other become two and 4.2.
+    assert (recorded["median_s"], recorded["training_ratio"]) == (6.5, 1.9)
+    assert recorded["ratio"] == pytest.approx((2.0 + 4.2) / 4)
     assert (recorded["rows"], recorded["ranks"], recorded["bytes"]) == (21, 2, 5)
 
 
@@ -122,7 +125,7 @@ def test_what_ranks_do_in_turn_depends_on_no_clock(monkeypatch, tmp_path):
 
     slow = script(1000.0)
     assert slow == script(1e-9)
-    assert len(slow) == 9
+    assert len(slow) == 2 * (1 + 3)  # a turn for memory and three; no tool at all attaches nothing
 
 
 def test_picture_and_table_show_target_and_peer():

@@ -7,10 +7,13 @@ import json
 import pstats
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from msprobe_megatron import attach
 from msprobe_megatron.bench import dump, layers, monitor, perturb
+from msprobe_megatron.bench.beside import Step, cost
 from msprobe_megatron.bench.options import Options
 from msprobe_megatron.bench.profile import _job, profiles, text
 from msprobe_megatron.bench.turns import PLAIN, BenchFailed, Turns, Workload
@@ -18,36 +21,117 @@ from msprobe_megatron.bench.volume import _models
 from msprobe_megatron.bench.workloads import asked
 from msprobe_megatron.cli import main
 from msprobe_megatron.commands.bench import KEYS
+from msprobe_megatron.dispatch import DISPATCHER
 from msprobe_megatron.measure.stats import measure
 from tests.bench.forks import bench, forked
 
 
-def turns_of(tmp_path, variants, turns=4):
-    return Turns(Workload("w", "", turns, 1), variants, tmp_path)
+def turns_of(tmp_path, variants, turns=4, **more):
+    return Turns(Workload("w", "", turns, 1, **more), variants, tmp_path)
 
 
 def test_every_variant_has_its_turn_and_none_always_follows_the_same(tmp_path):
     some = turns_of(tmp_path, dict.fromkeys("abcd", {}))
-    orders = [some._order(turn) for turn in range(4)]
+    orders = [some._order(lap) for lap in range(12)]
     assert all(sorted(order) == ["a", "b", "c", "d", PLAIN, PLAIN] for order in orders)
-    assert len({order[0] for order in orders}) == 3
-    assert some.iterations == 2 + 4 * 6 * 2
+    before = {order[at - 1] for order in orders for at, name in enumerate(order) if at and name == "a"}
+    assert before == {"b", "c", "d", PLAIN}
+    assert some._order(3) == turns_of(tmp_path, dict.fromkeys("abcd", {}))._order(3)  # that of another process
     assert turns_of(tmp_path, {"a": {}})._order(1) == ["a", PLAIN]
 
 
-def test_ratios_are_of_medians(tmp_path):
+def test_no_tool_is_as_exact_as_what_is_compared_with_it(tmp_path):
+    for count, times in ((1, 1), (2, 1), (3, 2), (7, 3)):
+        order = turns_of(tmp_path, dict.fromkeys("abcdefg"[:count], {}))._order(0)
+        assert order.count(PLAIN) == times, order
+
+
+def test_steps_of_a_job(tmp_path):
+    """Two to begin with; a turn for memory with two steps a variant; the turns, with a step to warm up."""
+    assert turns_of(tmp_path, {"a": {}, "b": {}}).iterations == 2 + 3 * (1 + 2) + 4 * 3 * (1 + 1)
+    assert turns_of(tmp_path, {"a": {}, "b": {}}, fresh=True).iterations == 2 + 4 * 3 * (1 + 1)
+    assert turns_of(tmp_path, {"a": {}, "b": {}}, warm_up=0).iterations == 2 + 3 * 2 + 4 * 3
+
+
+def test_a_machine_that_changes_its_pace_does_not_change_the_figure():
+    """By turns, while all becomes three times as slow; the medians of the times alone would be far off."""
+    pace = [1.0] * 30 + [3.0] * 34
+    steps = [
+        Step(name, pace[i] * took, pace[i] * trained)
+        for i, (name, took, trained) in enumerate([(PLAIN, 1.0, 0.9), ("a", 1.5, 1.2)] * 32)
+    ]
+    found = cost(steps, "a", PLAIN)
+    assert found.ratio == pytest.approx(1.5)
+    assert found.training_ratio == pytest.approx(1.2 / 0.9)
+    lopsided = [step for at, step in enumerate(steps) if step.name == "a" or at < 40]  # as if interrupted
+    assert cost(lopsided, "a", PLAIN).ratio == pytest.approx(1.5, rel=0.01)
+    assert cost([Step(PLAIN, 1.0, 1.0), Step("a", 1.5, 1.25)], "a", PLAIN) == (1.5, 1.25, 0.25, 0.0)
+
+
+def test_one_step_of_a_neighbour_does_not_count():
+    steps = [Step(PLAIN, 1.0, 1.0), Step("a", 1.1, 1.05)] * 10
+    steps[6] = Step(PLAIN, 9.0, 9.0)
+    steps[7] = Step("a", 0.1, 0.1)
+    assert cost(steps, "a", PLAIN)[:3] == (pytest.approx(1.1), pytest.approx(1.05), pytest.approx(0.05))
+
+
+def test_how_well_a_ratio_is_known():
+    """Against the spread of the figure over many runs of noise whose size is known."""
+    noise = np.random.default_rng(0)
+
+    def run():
+        took = noise.normal(1.0, 0.05, size=120)
+        return cost([Step((PLAIN, "a")[i % 2], t * (1, 1.2)[i % 2], 1.0) for i, t in enumerate(took)], "a", PLAIN)
+
+    runs = [run() for _ in range(200)]
+    seen = np.std([found.ratio for found in runs])
+    told = np.mean([found.uncertainty for found in runs])
+    assert 0.6 * seen < told < 1.5 * seen, (seen, told)
+
+
+def test_lines_of_what_was_measured(tmp_path):
     some = turns_of(tmp_path, {"a": {}})
-    some.times = {PLAIN: [1.0, 1.2, 9.0], "a": [1.5, 1.8, 90.0]}
-    some.training = {PLAIN: [1.0, 1.0, 1.0], "a": [1.25, 1.25, 9.0]}
+    some.steps = [Step(PLAIN, 1.0, 0.8), Step("a", 1.5, 1.0)] * 8
     some._peaks = {PLAIN: [100, 100, 300], "a": [110, 110, 900]}
     some._rows["a"] = 1000
     plain, line = (result.as_dict() for result in some.results())
     assert plain["ratio"] == plain["least_ratio"] == 1.0
-    assert line["ratio"] == pytest.approx(1.5)
-    assert line["least_ratio"] == pytest.approx(1.5 / 1.0)
+    assert (line["ratio"], line["least_ratio"], line["spread"]) == (1.5, 1.5, 0.0)
+    assert (plain["median_s"], line["median_s"]) == (1.0, 1.5)
     assert line["training_ratio"] == pytest.approx(1.25)
-    assert line["microseconds"] == pytest.approx(0.25e6 / 1000)
+    assert line["microseconds"] == pytest.approx(0.2e6 / 1000)
     assert (line["memory_ratio"], line["extra_bytes"], line["peak_bytes"]) == (pytest.approx(1.1), 10, 900)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_sessions_sleep_between_their_turns(tmp_path, monkeypatch, fresh):
+    """A net in a plain loop: who is there in each step, and what is left at the end."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = []
+    monkeypatch.setattr("msprobe_megatron.attach", lambda *a, **k: made.append(attach(*a, **k)) or made[-1])
+    variants = {"idle": {"steps": [10**8], "dump": {"level": "L0"}}, "L0": {"dump": {"level": "L0"}}}
+    some = turns_of(tmp_path, variants, turns=3, fresh=fresh)
+    some.ready([model], optimizer)
+    there = []
+    for _ in range(some.iterations):
+        there.append(len(DISPATCHER.sessions()))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        some.after_step()
+    assert set(there) == {0, 1}
+    assert all(session.closed and session.faults == [] for session in made)
+    assert len(made) == (6 if fresh else 4)
+    seen = [len(session.steps_recorded) for session in made if session.steps_recorded]
+    assert seen == ([2, 2, 2] if fresh else [3, 6])
+    names = [step.name for step in some.steps]
+    assert {name: names.count(name) for name in set(names)} == {"idle": 3, "L0": 3, PLAIN: 3}
+    idle, line = some.results()[1:]
+    assert (idle.rows, line.rows > 0) == (0, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"w_{name}_{1 if fresh else 0}" for name in ("L0", "idle")
+    ]
 
 
 def test_a_kit_that_switched_itself_off_gives_no_figure(tmp_path):
@@ -57,10 +141,13 @@ def test_a_kit_that_switched_itself_off_gives_no_figure(tmp_path):
         def close(self):
             pass
 
-    some = turns_of(tmp_path, {"a": {}})
-    some._session = Off()
-    with pytest.raises(BenchFailed, match="w:a: no space left"):
-        some._detach("a", 0)
+        sleep = close
+
+    for lap in (0, 1):
+        some = turns_of(tmp_path, {"a": {}})
+        some._session = Off()
+        with pytest.raises(BenchFailed, match="w:a: no space left"):
+            some._end("a", lap)
 
 
 def test_a_profile_names_the_functions_of_the_kit_and_what_they_call():

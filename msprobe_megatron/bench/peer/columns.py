@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msprobe_megatron.bench.beside import spread
 from msprobe_megatron.bench.options import Options
-from msprobe_megatron.bench.turns import spread
 
 _WORKER = Path(__file__).with_name("worker.py")
 _PATIENCE_SECONDS = 600
