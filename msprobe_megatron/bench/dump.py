@@ -10,8 +10,9 @@ from msprobe_megatron.bench.workloads import WORKLOADS, asked
 
 ABOUT = (
     "CPU time of a training step over that of the steps without the kit beside it, in one process, variants changing"
-    " from step to step; medians. h64 shows the host's cost of a tensor, h1024 that of the arithmetic; both are"
-    " of a CPU: copies and synchronisations of a device are not in them. Across models and machines only ratios can be compared."
+    " from step to step; medians. h64 shows the host's cost of a tensor, h1024 that of the arithmetic; both are of a"
+    " CPU: copies and synchronisations of a device are not in them. Across models and machines only ratios can be"
+    " compared."
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "loaded": {"steps": [10**8], "dump": {"level": "L0"}},

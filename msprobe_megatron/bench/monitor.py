@@ -18,9 +18,10 @@ from msprobe_megatron.bench.workloads import WORKLOADS, asked
 
 ABOUT = (
     "CPU time of a training step over that of the steps without the kit beside it, in one process, variants changing"
-    " from step to step; medians. h64: turns of 100 steps, files included. h1024: two microbatches a step;"
-    " every_100 is a hundredth of all plus what a step that is not watched costs. tp2: tensor parallel processes, seed 003's layers and tensors, off,"
-    " on one rank and on all; asked is what the seed reports for 40 layers on eight cards of another machine."
+    " from step to step; medians. h64: turns of 100 steps, files included. h1024: two microbatches a step; every_100"
+    " is a hundredth of all plus what a step that is not watched costs. tp2: tensor parallel processes, seed 003's"
+    " layers and tensors, off, on one rank and on all; asked is what the seed reports for 40 layers on eight cards of"
+    " another machine."
 )
 _LAYERS = 4
 # Seed 003: input, output and their gradients of each layer, and nothing else.
