@@ -123,12 +123,12 @@ class Alert:
 
     ``nonfinite``: a NaN or an Inf. ``spike``: a size (root mean square) more than (1 + threshold) times above or below
     the median of the last ``window`` steps, and more than ``deviations`` robust deviations from it (0.4 times as many
-    for the gradient norm); where no threshold is given, it is 0.25 for losses, 1 for the gradient norm, 3
-    for activations, 6 for updates, 9 for clipped gradients, 29 for gradients of routers and experts, 2 for other
-    gradients. ``limit``: an absolute value above the threshold. ``vanish``: a size below threshold times the median,
-    or nothing but zeros where there were few. ``replica``: ranks that should hold the same do not (needs ``checks``).
-    ``dead_expert``: an expert that no token reached. ``custom``: what ``expression`` says of a row. ``cooldown``
-    counts steps; ``names`` and ``kinds`` choose rows, empty is all.
+    for the gradient norm); where no threshold is given, it is 0.25 for losses, 1 for the gradient norm, 3 for
+    activations (9 for those of a single expert), 6 for updates, 9 for clipped gradients, 29 for gradients of routers
+    and experts, 2 for other gradients. ``limit``: an absolute value above the threshold. ``vanish``: a size below
+    threshold times the median, or nothing but zeros where there were few. ``replica``: ranks that should hold the same
+    do not (needs ``checks``). ``dead_expert``: an expert that no token reached. ``custom``: what ``expression`` says of
+    a row. ``cooldown`` counts steps; ``names`` and ``kinds`` choose rows, empty is all.
     """
 
     rule: Rule

@@ -124,6 +124,20 @@ def test_what_learns_from_routed_tokens_may_change_more(name):
         assert bool(told(30, (row(name, kind="grad_reduced"), np.full(4, factor)))) == fires
 
 
+def test_an_expert_shows_what_its_few_tokens_give():
+    for name, factor, fires in (
+        ("mlp.experts.local_experts.1.linear_fc2", 1 / 5, False),
+        ("mlp.experts.local_experts.1.linear_fc2", 5.0, False),
+        ("mlp.experts.local_experts.1.linear_fc2", 15.0, True),
+        ("mlp.experts", 1 / 5, True),
+        ("mlp.linear_fc2", 1 / 5, True),
+    ):
+        told = Told(Alert("spike"))
+        for number in range(30):
+            told(number, (row(name), np.ones(4)))
+        assert bool(told(30, (row(name), np.full(4, factor)))) == fires, (name, factor)
+
+
 def test_spike_waits_for_enough_values_and_follows_a_new_level():
     told = Told(Alert("spike", 0.5, window=8, cooldown=0))
     assert not any(told(number, (row("a"), noisy(10.0**number))) for number in range(8))
@@ -171,6 +185,36 @@ def test_vanish_sees_zeros_with_one_number_left():
         assert told(number, (row("a"), np.ones(1000))) == []
     [event] = told(9, (row("a"), mostly))
     assert "99.9% of the elements are zero, usually 0.0%" in event["text"]
+
+
+@pytest.mark.parametrize("name", ["experts.local_experts.3.linear_fc1.weight", "experts.linear_fc2.weight3"])
+def test_an_expert_without_tokens_has_not_vanished(name):
+    """Of some microbatches it gets none; a gradient that is tiny and not zero is another matter."""
+    told = Told(Alert("vanish"))
+    expert = row(f"decoder.layers.1.mlp.{name}", kind="grad_unreduced", path="microbatch")
+    for number in range(9):
+        assert told(number, (expert, noisy())) == []
+    assert told(9, (expert, np.zeros(8))) == []
+    [event] = told(10, (expert, np.full(8, 1e-6)))
+    assert event["name"] == expert.name
+    others = Told(Alert("vanish"))
+    plain = row("decoder.layers.1.mlp.linear_fc1.weight", kind="grad_unreduced", path="microbatch")
+    for number in range(9):
+        assert others(number, (plain, noisy())) == []
+    assert len(others(9, (plain, np.zeros(8)))) == 1
+
+
+def test_dead_expert_of_a_grouped_layer():
+    prefix = "decoder.layers.1.mlp.experts"
+    told = Told(Alert("dead_expert"))
+    rows = [
+        (row(f"{prefix}.linear_fc{part}.weight{number}", kind="grad_reduced"), [0.0, float(number != 1)])
+        for part in (1, 2)
+        for number in range(3)
+    ]
+    [event] = told(0, *rows)
+    assert (f"no token reached {prefix}.1 in this step" in event["text"], event["others"]) == (True, 0)
+    assert told(9, (row(f"{prefix}.weight1", kind="grad_reduced"), [0.0]), (rows[0][0], [1.0])) == []
 
 
 def test_dead_expert_by_reduced_gradients_or_activations():

@@ -25,6 +25,8 @@ _SPIKE, _SPIKE_OF_LOSS, _VANISH = 2.0, 0.25, 1e-3
 _SPIKE_OF_GRAD_NORM = 1.0
 # A module of few features may give a third of what it gave while it learns.
 _SPIKE_OF_ACTIVATION = 3.0
+# An expert that gets one token of a microbatch shows what that token gives.
+_SPIKE_OF_EXPERT = 9.0
 # What is left of a gradient that is zero but for rounding is made as large as all others by Adam, or nearly so.
 _SPIKE_OF_UPDATE = 6.0
 # Clipping makes one gradient smaller because others have grown.
@@ -43,7 +45,8 @@ _SIZED = ("activation", *_GRADIENTS, "update", "optimizer_state", "parameter", "
 _MOVING = ("activation", *_GRADIENTS, "update", "loss")
 # They are set by the script and may jump.
 _SETTINGS = ("loss_scale", "lr", "learning_rate", "skipped")
-_EXPERT = re.compile(r"(?:^|.*\.)(?:local_)?experts\.\d+(?=\.|$)")
+_EXPERT = re.compile(r"((?:^|.*\.)(?:local_)?experts)\.(?:(?P<one>\d+)(?=\.|$)|linear_fc\d\.[a-z]+(?P<grouped>\d+)$)")
+"""Experts that are modules of their own, and those of TransformerEngine's grouped layers with numbered weights."""
 
 
 class Hit(NamedTuple):
@@ -199,11 +202,14 @@ class Vanish(Rule):
         super().__init__(alert)
         self._history, self._zeros = history, Steps(history.window)
         self._ratio = float(np.log(_VANISH if alert.threshold is None else alert.threshold))
+        self._known: tuple[Sequence[Row], Flags] | None = None
 
     def judge(self, step: Step) -> list[Hit]:
         """Every row whose size is below the share of the median that the threshold gives, or whose zeros jumped."""
         columns = step.columns
-        chosen = np.flatnonzero(step.chosen & (columns["numel"] > 0) & columns.floating)
+        # An expert may well get no token of a microbatch; that it gets none at all is for `dead_expert` to tell.
+        idle = self._experts(columns.seen.rows) & (columns["n_zero"] >= columns["numel"])
+        chosen = np.flatnonzero(step.chosen & (columns["numel"] > 0) & columns.floating & ~idle)
         bad, logs, share = columns["n_nan"] + columns["n_inf"], columns.sizes, columns["zeros"]
         _, high = self._history.bounds(step.series[chosen])
         with np.errstate(invalid="ignore"):
@@ -221,6 +227,12 @@ class Vanish(Rule):
                 words = f"{share[empty[i]]:.1%} of the elements are zero, usually {zeros.median[i]:.1%}"
                 hits.append(Hit(int(empty[i]), float(share[empty[i]]), words))
         return hits
+
+    def _experts(self, rows: Sequence[Row]) -> Flags:
+        """Which rows are those of an expert."""
+        if self._known is None or self._known[0] is not rows:
+            self._known = (rows, np.array([_EXPERT.match(row.name) is not None for row in rows], bool))
+        return self._known[1]
 
 
 class DeadExpert(Rule):
@@ -252,7 +264,8 @@ class DeadExpert(Rule):
             for i, row in enumerate(rows):
                 match = _EXPERT.match(row.name) if row.kind in ("activation", *_GRADIENTS) else None
                 if match is not None:
-                    found.setdefault(match[0], ([], []))[row.kind not in _REDUCED].append(i)
+                    name = f"{match[1]}.{match['one'] or match['grouped']}"
+                    found.setdefault(name, ([], []))[row.kind not in _REDUCED].append(i)
             self._known = (rows, found)
         return self._known[1]
 
@@ -288,6 +301,8 @@ def _usual_ratio(row: Row) -> float:
         return _SPIKE_OF_GRAD_NORM if row.name == "grad_norm" else _SPIKE_OF_LOSS
     if row.kind in (*_GRADIENTS, "update") and _ROUTED.search(row.name):
         return _SPIKE_OF_ROUTED
+    if row.kind == "activation" and _EXPERT.match(row.name):
+        return _SPIKE_OF_EXPERT
     return _SPIKES.get(row.kind, _SPIKE)
 
 
