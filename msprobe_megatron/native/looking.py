@@ -33,7 +33,7 @@ class _State:
 
 
 def look() -> Any | None:
-    """The module with `Counter`, `Eye`, `Look`, `Pen`, `Watch`, `Hook` and `Calls`, if `load_look` has been successful."""
+    """The module with `Counter`, `Eye`, `Look`, `Pen`, `Watch`, `Hook` and `Calls`, if `load_look` has found one."""
     return _State.module
 
 

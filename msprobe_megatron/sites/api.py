@@ -98,10 +98,12 @@ class ApiSite:
         self._pushed = False
         self._sites: list[dict[str, Any]] = []
         self._structure: list[dict[str, Any]] = []
-        self._inputs, self._outputs, self._input_gradients, self._output_gradients = sides = (
-            *(sink.wants_io("forward", io) for io in ("input", "output")),
-            *(sink.wants_io("backward", io) for io in ("input", "output")),
+        wants = sink.wants_io
+        sides = (
+            *(wants("forward", "input"), wants("forward", "output")),
+            *(wants("backward", "input"), wants("backward", "output")),
         )
+        self._inputs, self._outputs, self._input_gradients, self._output_gradients = sides
         names = Names(self.name_of)
         helpers = Helpers(fault, names, self._call_of, self._hook, _Mode.__torch_function__)
         self._compiled = new_calls(clock, sink.see, frames, OUTSIDE, helpers, sides)
