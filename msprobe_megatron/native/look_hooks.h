@@ -8,6 +8,8 @@
 #pragma once
 #include "look_rows.h"
 
+#define PYBIND11_SIMPLE_GIL_MANAGEMENT
+#include <pybind11/pybind11.h>
 #include <structmember.h>
 
 namespace torch::autograd {
@@ -88,16 +90,8 @@ bool can_lock() {
 #endif
 }
 
-// The job is to stop, out of the autograd engine; what it says is in the error that Python has.
-[[noreturn]] void stop_the_job() {
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    Ref kept[] = {Ref::stolen(type), Ref::stolen(error), Ref::stolen(trace)};
-    Ref text = Ref::stolen(error ? PyObject_Str(error) : nullptr);
-    const char* words = text ? PyUnicode_AsUTF8(text.object) : nullptr;
-    PyErr_Clear();
-    throw std::runtime_error(words ? words : "msprobe: fault in a gradient");
-}
+// The job is to stop, out of the autograd engine: the error that Python has goes on to whoever called backward.
+[[noreturn]] void stop_the_job() { throw pybind11::error_already_set(); }
 
 // A gradient that is awaited. Its last owner may be a thread without the interpreter's lock.
 struct Awaited {

@@ -42,7 +42,7 @@ def why_no_look() -> str:
     return _State.reason
 
 
-def load_look(timeout: float = 60.0) -> Any | None:
+def load_look(timeout: float = 120.0) -> Any | None:
     """Find or build the module, once a process; None, with a reason in `why_no_look`, where that is impossible.
 
     Example::

@@ -183,14 +183,17 @@ def test_a_fault_is_handed_over_and_the_model_goes_on(watched, kind, io, scenari
 
 @pytest.mark.parametrize("side", ["activation {} input", "activation {} output", "gradient {} input"])
 def test_a_fault_that_is_to_stop_the_job_stops_it(watched, side):
+    class Stop(Exception):
+        pass
+
     def strict(error, what):
-        raise RuntimeError(f"msprobe: {what} (strict: true)") from error
+        raise Stop(f"msprobe: {what} (strict: true)") from error
 
     model, clock = Net(lambda net, x: x.relu() * 2), Clock()
     site, frames, _ = watched(model, Sink(side.format("model/torch.Tensor.relu.0")), clock, True, fault=strict)
     frames.install()
     site.install()
-    with pytest.raises(RuntimeError, match=r"msprobe: .* of (torch.Tensor.relu|an API call) \(strict: true\)"):
+    with pytest.raises(Stop, match=r"msprobe: .* of (torch.Tensor.relu|an API call) \(strict: true\)"):
         model(torch.ones(4, 4, requires_grad=True)).sum().backward()
     assert site._state.inside == 0
 

@@ -39,6 +39,7 @@ class FaultPoint:
 
 
 _L1, _MIX = "dump: {level: L1}", "dump: {level: mix}"
+_BACKWARD = "dump: {level: L1, data_mode: [backward]}"
 _ALERTS = "monitor: {alerts: [nonfinite, spike]}"
 _CURVES = "monitor: {format: [parquet, tensorboard]}"
 RULES = {
@@ -62,8 +63,7 @@ FAULT_POINTS = {
     "API input": FaultPoint("sites.api:_Places.__missing__", _L1, given="0", after=30),
     "API output": FaultPoint("sites.api:_Places.__missing__", _MIX, given="", after=30),
     "API gradient": FaultPoint("probes.dump:DumpProbe.see", _L1, given="backward", after=7),
-    "API gradient hooks": FaultPoint("sites.api_edges:Shares.__init__", _MIX, after=3),
-    "API gradient shares": FaultPoint("sites.api_edges:Shares.add", _L1, after=3),
+    "API gradient hooks": FaultPoint("sites.api:_Places.__missing__", _BACKWARD, after=30),
     "API name": FaultPoint("sites.api:name_of", _L1, after=3),
     "API install": FaultPoint("sites.api:ApiSite.install", _L1, after=1),
     "frames": FaultPoint("sites.frames:ModuleFrames._pass", _L1, after=9),
