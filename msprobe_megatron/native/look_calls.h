@@ -264,17 +264,6 @@ int after(Calls* self, PyObject* result, const Pending& pending) {
     return watch_gradients(self, *pending.entry, moment, pending, outputs);
 }
 
-// Runs our own work; what C++ throws is an error of Python like any other.
-template <class Work> int safely(Work work) {
-    Quiet quiet;
-    try {
-        return work();
-    } catch (const std::exception& error) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, error.what());
-    }
-    return -1;
-}
-
 int tell_of_call(Calls* self, const char* where, PyObject* api) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);

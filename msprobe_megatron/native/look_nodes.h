@@ -113,6 +113,17 @@ struct Calls {
     Eye eye;  // only to find the pointer of a tensor
 };
 
+// Runs our own work; what C++ throws is an error of Python like any other.
+template <class Work> int safely(Work work) {
+    Quiet quiet;
+    try {
+        return work();
+    } catch (const std::exception& error) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return -1;
+}
+
 // The hook of a node for one call. Its last owner may be a thread without the interpreter's lock.
 struct Arrived final : torch::autograd::FunctionPostHook {
     struct Cell {
@@ -143,8 +154,9 @@ struct Arrived final : torch::autograd::FunctionPostHook {
     }
 
     int see(const at::Tensor& gradient, PyObject* place, PyObject* microbatch) const {
+        Ref see = calls->see;
         Shown x{gradient.unsafeGetTensorImpl(), nullptr};
-        return see_value(calls->see, place, x, microbatch, calls->backward);
+        return see_value(see.object, place, x, microbatch, calls->backward);
     }
 
     // One share of a gradient; with the last of them the sum is seen.
@@ -153,12 +165,12 @@ struct Arrived final : torch::autograd::FunctionPostHook {
         if (!given) return -1;
         Ref sum = Ref::stolen(PyObject_CallMethodObjArgs(cell.shares, calls->names[ADD], given.object, nullptr));
         if (!sum || sum.object == Py_None) return sum ? 0 : -1;
+        Ref see = calls->see;
         Shown x{impl_of(&calls->eye, sum.object), sum};
-        return x.impl ? see_value(calls->see, cell.place, x, microbatch, calls->backward) : -1;
+        return x.impl ? see_value(see.object, cell.place, x, microbatch, calls->backward) : -1;
     }
 
     int tell_all(const variable_list& grad_inputs, const variable_list& grad_outputs) const {
-        Quiet quiet;
         PyObject* microbatch = PyTuple_GetItem(moment, 0);
         if (!microbatch || PyObject_SetAttr(calls->helpers[CLOCK], calls->names[TIME], moment) < 0) return -1;
         for (auto& cell : come)
@@ -178,7 +190,8 @@ struct Arrived final : torch::autograd::FunctionPostHook {
     variable_list operator()(const variable_list& grad_inputs, const variable_list& grad_outputs) override {
         if (calls->active && calls->round == round && can_lock()) {
             Locked locked;
-            if (tell_all(grad_inputs, grad_outputs) < 0 && tell(calls->helpers[FAULT], calls->about_gradients) < 0)
+            if (safely([&] { return tell_all(grad_inputs, grad_outputs); }) < 0 &&
+                tell(calls->helpers[FAULT], calls->about_gradients) < 0)
                 stop_the_job();
         }
         return grad_inputs;

@@ -98,7 +98,7 @@ def told(watched, compiled, scenario, preset="all", sides=(), against=""):
             y = model(x)
             y.square().sum().backward(retain_graph=True)
             if microbatch:
-                y.sum().backward()
+                torch.autograd.backward(y.sum())
             leaves.append(x.grad)
         site.remove()
         frames.remove()
