@@ -3,7 +3,7 @@
 //
 // Compiled by build.py against the headers of the torch and the Python that are running, and only used with them.
 
-#include "look_hooks.h"
+#include "look_calls.h"
 
 #include <string.h>
 
@@ -137,9 +137,10 @@ PyMODINIT_FUNC PyInit_msprobe_look(void) {
     counter_type.tp_methods = counter_methods;
     describe_pen();
     describe_hooks();
+    describe_calls();
     PyObject* module = PyModule_Create(&definition);
     if (!module) return nullptr;
-    for (auto* type : {&counter_type, &eye_type, &look_type, &pen_type, &watch_type, &hook_type}) {
+    for (auto* type : {&counter_type, &eye_type, &look_type, &pen_type, &watch_type, &hook_type, &calls_type}) {
         if (PyType_Ready(type) < 0) return nullptr;
         Py_INCREF(type);
         if (PyModule_AddObject(module, strchr(type->tp_name, '.') + 1, (PyObject*)type) < 0) return nullptr;

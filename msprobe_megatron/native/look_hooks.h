@@ -8,6 +8,8 @@
 #pragma once
 #include "look_rows.h"
 
+#define PYBIND11_SIMPLE_GIL_MANAGEMENT
+#include <pybind11/pybind11.h>
 #include <structmember.h>
 
 namespace torch::autograd {
@@ -21,6 +23,9 @@ enum Name { AWAY, RECOMPUTING, MOMENT, BACKWARD_MOMENT, CALLS, CURRENT, BACKWARD
 const char* const NAMES[] = {"away", "_recomputing", "moment", "backward_moment", "calls", "current", "_backward_hooks"};
 constexpr Py_ssize_t MOST_RESULTS = 16;
 
+// Of types, whether a value of theirs can hold a tensor.
+typedef std::unordered_map<PyTypeObject*, std::pair<Ref, bool>> Holding;
+
 // What the hooks of all modules of a site share.
 struct Watch {
     PyObject_HEAD
@@ -29,7 +34,7 @@ struct Watch {
     long long round;  // gradients of an earlier one are ignored
     PyObject *clock, *see, *fault, *gradient_fault, *may_hold, *await, *see_gradient, *tensor, *parameter;
     PyObject *names[NAMES_USED], *forward, *recompute, *backward, *paths[MOST_RESULTS], *no_path;
-    std::unordered_map<PyTypeObject*, std::pair<Ref, bool>>* holding;
+    Holding* holding;
     Eye eye;  // only to find the pointer of a tensor
 };
 
@@ -49,11 +54,12 @@ struct Hook {
 };
 
 
-int see_value(Watch* self, PyObject* place, Shown& x, PyObject* microbatch, PyObject* phase) {
-    if (Py_TYPE(self->see) == &pen_type) return note((Pen*)self->see, place, x, false, microbatch, phase);
+// Tells `see`, directly if it is a pen; `weight`: the tensor is a parameter.
+int see_value(PyObject* see, PyObject* place, Shown& x, PyObject* microbatch, PyObject* phase, bool weight = false) {
+    if (Py_TYPE(see) == &pen_type) return note((Pen*)see, place, x, weight, microbatch, phase);
     PyObject* shown = x.get();
     if (!shown) return -1;
-    Ref done = Ref::stolen(PyObject_CallFunctionObjArgs(self->see, place, shown, microbatch, phase, nullptr));
+    Ref done = Ref::stolen(PyObject_CallFunctionObjArgs(see, place, shown, microbatch, phase, nullptr));
     return done ? 1 : -1;
 }
 
@@ -69,6 +75,24 @@ int tell(PyObject* taker, PyObject* about) {
     return done ? 0 : -1;
 }
 
+// The interpreter's lock, for threads of the autograd engine.
+struct Locked {
+    PyGILState_STATE lock = PyGILState_Ensure();
+    ~Locked() { PyGILState_Release(lock); }
+};
+
+// Whether its lock can be asked for: while the interpreter ends, threads that do so never come back.
+bool can_lock() {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsInitialized() && !Py_IsFinalizing();
+#else
+    return Py_IsInitialized() && !_Py_IsFinalizing();
+#endif
+}
+
+// The job is to stop, out of the autograd engine: the error that Python has goes on to whoever called backward.
+[[noreturn]] void stop_the_job() { throw pybind11::error_already_set(); }
+
 // A gradient that is awaited. Its last owner may be a thread without the interpreter's lock.
 struct Awaited {
     Watch* watch;
@@ -79,10 +103,9 @@ struct Awaited {
     }
     Awaited(const Awaited&) = delete;
     ~Awaited() {
-        if (!Py_IsInitialized()) return;
-        PyGILState_STATE lock = PyGILState_Ensure();
+        if (!can_lock()) return;
+        Locked locked;
         for (PyObject* one : {(PyObject*)watch, place, moment}) Py_DECREF(one);
-        PyGILState_Release(lock);
     }
     void arrived(const at::TensorBase& gradient) const {
         if (!watch->active || watch->round != round || !gradient.defined()) return;
@@ -90,17 +113,9 @@ struct Awaited {
         Shown x{gradient.unsafeGetTensorImpl(), nullptr};
         PyObject* microbatch = PyTuple_GetItem(moment, 0);
         if (microbatch && PyObject_SetAttr(watch->clock, watch->names[BACKWARD_MOMENT], moment) == 0 &&
-            see_value(watch, place, x, microbatch, watch->backward) >= 0)
+            see_value(watch->see, place, x, microbatch, watch->backward) >= 0)
             return;
-        if (tell(watch->gradient_fault, place) == 0) return;
-        // The job is to stop; what it says is in the error that Python has.
-        PyObject *type, *error, *trace;
-        PyErr_Fetch(&type, &error, &trace);
-        Ref kept[] = {Ref::stolen(type), Ref::stolen(error), Ref::stolen(trace)};
-        Ref text = Ref::stolen(error ? PyObject_Str(error) : nullptr);
-        const char* words = text ? PyUnicode_AsUTF8(text.object) : nullptr;
-        PyErr_Clear();
-        throw std::runtime_error(words ? words : "msprobe: fault in a gradient");
+        if (tell(watch->gradient_fault, place) < 0) stop_the_job();
     }
 };
 
@@ -114,14 +129,20 @@ int await_gradient(Watch* self, Shown& x, PyObject* place, PyObject* moment) {
     }
     auto awaited = std::make_shared<Awaited>(self, place, moment);
     tensor.register_hook([awaited](const at::TensorBase& gradient) {
-        PyGILState_STATE lock = PyGILState_Ensure();
-        struct Release {
-            PyGILState_STATE lock;
-            ~Release() { PyGILState_Release(lock); }
-        } release{lock};
+        Locked locked;
         awaited->arrived(gradient);
     });
     return 0;
+}
+
+// Whether a value of this type can hold a tensor, as `may_hold` says when it is first met; -1: an error is set.
+int holds(Holding& known, PyObject* may_hold, PyTypeObject* type) {
+    auto found = known.find(type);
+    if (found != known.end()) return found->second.second;
+    Ref answer = Ref::stolen(PyObject_CallOneArg(may_hold, (PyObject*)type));
+    int held = answer ? PyObject_IsTrue(answer.object) : -1;
+    if (held >= 0) known.emplace(type, std::make_pair(Ref((PyObject*)type), (bool)held));
+    return held;
 }
 
 // 1: a tensor; 0: nothing of interest; 2: to be looked into by Python; -1: an error is set.
@@ -129,13 +150,8 @@ int kind_of(Watch* self, PyObject* value) {
     PyTypeObject* type = Py_TYPE(value);
     if (value == Py_None || (PyObject*)type == self->parameter) return 0;
     if ((PyObject*)type == self->tensor) return 1;
-    auto found = self->holding->find(type);
-    if (found != self->holding->end()) return found->second.second ? 2 : 0;
-    Ref answer = Ref::stolen(PyObject_CallOneArg(self->may_hold, (PyObject*)type));
-    int holds = answer ? PyObject_IsTrue(answer.object) : -1;
-    if (holds < 0) return -1;
-    self->holding->emplace(type, std::make_pair(Ref((PyObject*)type), (bool)holds));
-    return holds ? 2 : 0;
+    int held = holds(*self->holding, self->may_hold, type);
+    return held > 0 ? 2 : held;
 }
 
 const Rows* rows_of(Hook* self, PyObject* path) {
@@ -162,7 +178,7 @@ int see_tensor(Hook* self, PyObject* path, PyObject* value, PyObject* phase, PyO
     if (!x.impl || !microbatch) return -1;
     bool values = self->after ? watch->outputs : watch->inputs;
     bool gradients = self->after ? watch->output_gradients : watch->input_gradients;
-    if (values && rows.see_value && see_value(watch, rows.value.object, x, microbatch, phase) < 0) return -1;
+    if (values && rows.see_value && see_value(watch->see, rows.value.object, x, microbatch, phase) < 0) return -1;
     // Under no_grad (the first pass of a checkpoint) the gradient will come through the recomputed tensor.
     if (gradients && rows.see_gradient && c10::GradMode::is_enabled() && x.impl->requires_grad())
         return await_gradient(watch, x, rows.gradient.object, moment);
@@ -366,7 +382,7 @@ int watch_init(Watch* self, PyObject* args, PyObject*) {
     self->backward = PyUnicode_InternFromString("backward");
     self->no_path = PyUnicode_InternFromString("");
     self->eye.cdata = PyUnicode_InternFromString("_cdata");
-    self->holding = new std::unordered_map<PyTypeObject*, std::pair<Ref, bool>>();
+    self->holding = new Holding();
     self->clock = Py_NewRef(clock);
     self->see = Py_NewRef(see);
     self->fault = Py_NewRef(fault);

@@ -21,7 +21,7 @@ from msprobe_megatron.native.library import FLOAT32, kernel
 NO_ROOM, NOT_MINE = -2, -3
 """What `Look.see` says instead of a slot, as in look.cpp."""
 _NAME = "msprobe_look"
-_PARTS = ("look_tensors.h", "look_rows.h", "look_hooks.h")
+_PARTS = ("look_tensors.h", "look_rows.h", "look_hooks.h", "look_nodes.h", "look_calls.h")
 
 
 class _State:
@@ -33,7 +33,7 @@ class _State:
 
 
 def look() -> Any | None:
-    """The module with `Counter`, `Eye`, `Look`, `Pen`, `Watch` and `Hook`, if `load_look` has been successful."""
+    """The module with `Counter`, `Eye`, `Look`, `Pen`, `Watch`, `Hook` and `Calls`, if `load_look` has found one."""
     return _State.module
 
 
@@ -42,7 +42,7 @@ def why_no_look() -> str:
     return _State.reason
 
 
-def load_look(timeout: float = 60.0) -> Any | None:
+def load_look(timeout: float = 120.0) -> Any | None:
     """Find or build the module, once a process; None, with a reason in `why_no_look`, where that is impossible.
 
     Example::
@@ -91,6 +91,7 @@ def _recipe(standard: str = "c++20") -> Recipe:
     # Versions are among the flags so that another torch or Python means another library.
     flags = (
         *(f"-std={standard}", "-O2", "-shared", "-fPIC", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
+        "-DAT_PER_OPERATOR_HEADERS",  # not those of every operator, which take seconds to read
         *(f"-DTORCH={torch.__version__}", f"-DPYTHON={sysconfig.get_config_var('SOABI')}"),
         *(f"-I{root / 'include'}", f"-I{python}"),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,8 @@ from msprobe_megatron.sites import mode_stack
 from msprobe_megatron.sites.api_edges import Shares, Sources, links, now, sources_of
 from msprobe_megatron.sites.api_names import Names, name_of
 from msprobe_megatron.sites.arguments import Found, find_tensors, own_work
+from msprobe_megatron.sites.compiled_calls import CompiledCalls, Helpers, PlainState, State, new_calls
+from msprobe_megatron.sites.compiled_hooks import backward_is_traced
 from msprobe_megatron.sites.compiled_regions import CompiledRegions
 from msprobe_megatron.sites.frames import ModuleFrames, Running
 from msprobe_megatron.sites.stacks import call_stack
@@ -91,29 +94,43 @@ class ApiSite:
     ) -> None:
         self._frames, self._sink, self._clock, self._fault = frames, sink, clock, fault
         self._preset, self._stacks, self._next_site = preset, stacks, first_site
-        self._mode = _Mode(self)
-        self._regions = CompiledRegions(self._mode, fault)
         self._calls: dict[tuple[str, int, str, int], _Call | None] = {}
-        self._inside = 0
         self._pushed = False
-        self._round = 0
-        self.active = False
         self._sites: list[dict[str, Any]] = []
         self._structure: list[dict[str, Any]] = []
-        self.fired = 0
-        self._inputs, self._outputs, self._input_gradients, self._output_gradients = (
-            sink.wants_io(direction, io) for direction in ("forward", "backward") for io in ("input", "output")
+        wants = sink.wants_io
+        sides = (
+            *(wants("forward", "input"), wants("forward", "output")),
+            *(wants("backward", "input"), wants("backward", "output")),
         )
+        self._inputs, self._outputs, self._input_gradients, self._output_gradients = sides
+        names = Names(self.name_of)
+        helpers = Helpers(fault, names, self._call_of, self._hook, _Mode.__torch_function__)
+        self._compiled = new_calls(clock, sink.see, frames, OUTSIDE, helpers, sides)
+        self._state: State = self._compiled or PlainState(sink.see)
+        self._mode = _Mode(self, names, self._compiled)
+        self._regions = CompiledRegions(self._mode, fault)
+
+    @property
+    def active(self) -> bool:
+        """Whether calls are told of now."""
+        return self._state.active
+
+    @property
+    def fired(self) -> int:
+        """How many calls were told of so far."""
+        return self._state.fired
 
     def install(self) -> None:
         """Begin to see calls; of this thread, and of the threads that run its backward."""
-        self._round += 1
+        self._state.round += 1
         self.resume()
 
     def resume(self) -> None:
         """See calls again, of the same round: gradients of the calls seen before are still awaited."""
-        self._inside = 0
-        self.active = True
+        state = self._state
+        state.inside, state.see, state.traced = 0, self._sink.see, backward_is_traced()
+        state.active = True
         put_on(torch.autograd.Function, "apply", self._apply)
         self._frames.mode = self._mode
         if not self._pushed:
@@ -127,8 +144,8 @@ class ApiSite:
         Inside a call and in another thread the mode is not on the stack, and inside backward the stack is a copy: it
         then sees nothing any more, is still kept out of compiled code, and goes when this is called again.
         """
-        if self.active:
-            self.active = False
+        if self._state.active:
+            self._state.active = False
             self._frames.mode = None
             take_off(torch.autograd.Function, "apply", self._apply)
         if self._pushed and not inside_backward() and mode_stack.take_out(self._mode):
@@ -137,7 +154,7 @@ class ApiSite:
 
     def _apply(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or not self.active or "Checkpoint" in cls.__name__:
+            if self._state.inside or not self._state.active or "Checkpoint" in cls.__name__:
                 return original(cls, *args, **kwargs)
             return self.call(f"{cls.__module__}.{cls.__name__}", original, (cls, *args), kwargs)
 
@@ -147,18 +164,21 @@ class ApiSite:
         self, api: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inside: int = 1
     ) -> Any:
         """Run a call and tell the sink of what went in and came out."""
+        state, compiled = self._state, self._compiled
+        if compiled is not None and not compiled.traced:
+            return compiled.run(api, function, args, kwargs, inside)
         before = None
         try:
             with own_work():
                 before = self._before(api, args, kwargs)
         except Exception as error:
             self._fault(error, f"input of {api}")
-        self._inside += inside
+        state.inside += inside
         try:
             result = function(*args, **kwargs)
         finally:
-            self._inside -= inside
-        if before is not None and self.active:
+            state.inside -= inside
+        if before is not None and state.active:
             try:
                 with own_work():
                     self._after(result, *before)
@@ -168,7 +188,7 @@ class ApiSite:
 
     def called(self, api: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same for a function that is no API of torch and calls some: they are told too."""
-        if self._inside or not self.active:
+        if self._state.inside or not self._state.active:
             return function(*args, **kwargs)
         return self.call(api, function, args, kwargs, inside=0)
 
@@ -205,9 +225,7 @@ class ApiSite:
         module, chunk, phase, moment, counts = running
         number = counts.get(api, 0)
         counts[api] = number + 1
-        key = (module, chunk, api, number)
-        calls = self._calls
-        call = calls[key] if key in calls else self._new_call(key)
+        call = self._call_of(module, chunk, api, number)
         if call is None:
             return None
         if self._inputs:
@@ -218,12 +236,14 @@ class ApiSite:
         gradients = self._input_gradients and torch.is_grad_enabled()
         return call, running, sources_of(found) if gradients else [], now()
 
-    def _new_call(self, key: tuple[str, int, str, int]) -> _Call | None:
-        module, chunk, api, number = key
-        name = f"{module}/{api}.{number}"
-        call = _Call(name, api, chunk, self.new_site(name, api, chunk)) if self._sink.wants(name) else None
-        self._calls[key] = call
-        return call
+    def _call_of(self, module: str, chunk: int, api: str, number: int) -> _Call | None:
+        """A numbered call; None for those that nobody wants."""
+        key = (module, chunk, api, number)
+        if key not in self._calls:
+            name = f"{module}/{api}.{number}"
+            site = self.new_site(name, api, chunk) if self._sink.wants(name) else None
+            self._calls[key] = None if site is None else _Call(name, api, chunk, site)
+        return self._calls[key]
 
     def new_site(self, name: str, api: str, chunk: int) -> int:
         """Number of a call that is seen for the first time, with the stack that leads to it."""
@@ -246,7 +266,7 @@ class ApiSite:
             outputs.append(("", result))
         else:
             find_tensors(result, "", outputs)
-        self.fired += 1
+        self._state.fired += 1
         if self._outputs:
             see, places, microbatch, phase = self._sink.see, call.outputs, running.moment[0], running.phase
             for path, tensor in outputs:
@@ -271,13 +291,15 @@ class ApiSite:
             shares = _shares(found) if sum(map(len, found.values())) > 1 else {}
             for node, edges in found.items():
                 asked[node] = [cell for index, path in edges for cell in (index, places[path], shares.get(path))]
-        head = (self, self._round, moment)
         for node, here in given.items():
             there = asked.pop(node, [])
             if here or there:
-                node.register_hook(_Arrived((*head, len(here), *here, *there)))
+                self._hook(node, [moment, len(here), *here, *there])
         for node, there in asked.items():
-            node.register_hook(_Arrived((*head, 0, *there)))
+            self._hook(node, [moment, 0, *there])
+
+    def _hook(self, node: Any, cells: list[Any]) -> None:
+        node.register_hook(_Arrived((self, self._state.round, *cells)))
 
 
 def _shares(found: dict[Any, list[tuple[int, str]]]) -> dict[str, Shares]:
@@ -298,7 +320,7 @@ class _Arrived(tuple[Any, ...]):
 
     def __call__(self, grad_inputs: Any, grad_outputs: Any) -> None:
         site, this_round, moment, count = self[:4]
-        if not site.active or site._round != this_round:
+        if not site._state.active or site._state.round != this_round:
             return
         try:
             site._clock.backward_moment = moment
@@ -323,16 +345,18 @@ class _Arrived(tuple[Any, ...]):
 class _Mode(TorchFunctionMode):
     """Hands calls to the site. While it handles one it is off, so that its own work is not seen."""
 
-    def __init__(self, site: ApiSite) -> None:
+    def __init__(self, site: ApiSite, names: Names, compiled: CompiledCalls | None) -> None:
         super().__init__()
-        self._site = site
-        self._names = Names(site.name_of)
+        self._site, self._names = site, names
+        if compiled is not None:
+            # Torch asks the object for its method: the compiled one hides that of the class.
+            vars(self)["__torch_function__"] = MethodType(compiled, self)
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name = self._names[function]
-        if name is None or self._site._inside or not self._site.active:
+        name, state = self._names[function], self._site._state
+        if name is None or state.inside or not state.active:
             return function(*args, **kwargs) if kwargs else function(*args)
         return self._site.call(name, function, args, kwargs or {})
 

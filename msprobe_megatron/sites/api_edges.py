@@ -52,8 +52,8 @@ def links(roots: Iterable[Any], sources: Sources, since: int) -> dict[Any, list[
             if target is None:
                 continue
             path = inner.get((target, slot))
-            if path is None and leaves:
-                path = leaves.get(id(getattr(target, "variable", None)))
+            if path is None and leaves and _accumulates(target):
+                path = leaves.get(id(target.variable))
             if path is not None:
                 found.setdefault(node, []).append((index, path))
             elif since >= 0 and target not in seen and _made_since(target, since):
@@ -62,10 +62,15 @@ def links(roots: Iterable[Any], sources: Sources, since: int) -> dict[Any, list[
     return found
 
 
+def _accumulates(node: Any) -> bool:
+    """Whether this is the node of a leaf; others may have a `variable` too, which their authors gave them."""
+    return type(node).__name__ == "AccumulateGrad" and hasattr(node, "variable")
+
+
 def _made_since(node: Any, since: int) -> bool:
     number = getattr(node, "_sequence_nr", None)
     # The accumulator of a leaf has the largest number of all and leads nowhere.
-    return number is not None and number() >= since and not hasattr(node, "variable")
+    return number is not None and number() >= since and not _accumulates(node)
 
 
 class Shares:

@@ -59,14 +59,14 @@ class ModuleFrames:
             for entry in names.modules(chunk)
         ]
         self._passes: dict[tuple[str, str, Moment], dict[str, int]] = {}
-        self._here = _Thread()
+        self.here = _Thread()
         self._round = 0
         self.mode: TorchFunctionMode | None = None
 
     @property
     def stack(self) -> list[Running]:
         """The modules that this thread is running, the innermost last."""
-        return self._here.stack
+        return self.here.stack
 
     def install(self) -> None:
         """Set the hooks; called at the beginning of a recorded step."""
@@ -96,7 +96,7 @@ class ModuleFrames:
 
     def _forget(self) -> None:
         """Let this thread run none of the modules any more. Others find out when they enter one."""
-        here = self._here
+        here = self.here
         here.stack.clear()
         while here.entered:
             mode_stack.take_out(here.entered.pop()[1])
@@ -113,7 +113,7 @@ class ModuleFrames:
                 return
             try:
                 phase, moment = self._clock.calling()
-                here, mode = self._here, self.mode
+                here, mode = self.here, self.mode
                 if here.round != self._round:
                     self._forget()
                     here.round = self._round
@@ -131,7 +131,7 @@ class ModuleFrames:
         if not self._active or (self._clock.away and self._clock.apart()):
             return
         try:
-            here = self._here
+            here = self.here
             if here.stack:
                 here.stack.pop()
             if here.entered and len(here.stack) == here.entered[-1][0]:

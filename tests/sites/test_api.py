@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import nn, relu
 from torch.utils.checkpoint import checkpoint
 
+from msprobe_megatron import native
 from msprobe_megatron.clock import Clock
+from msprobe_megatron.sites import compiled_calls
 from msprobe_megatron.sites.api import ApiSite
 from msprobe_megatron.sites.api_names import name_of
 from msprobe_megatron.sites.frames import ModuleFrames
@@ -36,8 +38,13 @@ def faulty(error, where):
     raise AssertionError(where) from error
 
 
-@pytest.fixture
-def watch():
+@pytest.fixture(params=["compiled", "python"])
+def watch(request, monkeypatch):
+    native.load()
+    if request.param == "python":
+        monkeypatch.setattr(compiled_calls.native, "look", lambda: None)
+    elif native.load_look() is None:
+        pytest.skip(f"no compiled calls: {native.why_no_look()}")
     sites = []
 
     def start(module, preset="all", sink=None):

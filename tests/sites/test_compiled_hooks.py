@@ -194,13 +194,16 @@ def test_a_fault_is_handed_over_and_the_model_goes_on(against):
 
 @pytest.mark.parametrize("against", ["activation twice", "gradient twice"])
 def test_a_fault_that_is_to_stop_the_job_stops_it(against):
+    class Stop(Exception):
+        pass
+
     def strict(error, what):
-        raise RuntimeError(f"msprobe: {what} (strict: true)") from error
+        raise Stop(f"msprobe: {what} (strict: true)") from error
 
     model = Net()
     site, _ = watched(model, Sink(against), Clock(), True, strict, stacks=False)
     site.install()
-    with pytest.raises(RuntimeError, match=r"msprobe: .* of twice \(strict: true\)"):
+    with pytest.raises(Stop, match=r"msprobe: .* of twice \(strict: true\)"):
         model(torch.ones(3, 4)).sum().backward()
     site.remove()
 

@@ -39,6 +39,7 @@ class FaultPoint:
 
 
 _L1, _MIX = "dump: {level: L1}", "dump: {level: mix}"
+_BACKWARD = "dump: {level: L1, data_mode: [backward]}"
 _ALERTS = "monitor: {alerts: [nonfinite, spike]}"
 _CURVES = "monitor: {format: [parquet, tensorboard]}"
 RULES = {
@@ -58,10 +59,11 @@ FAULT_POINTS = {
     "module gradient": FaultPoint("probes.dump:DumpProbe.see", given="backward", after=7),
     "module install": FaultPoint("sites.modules:ModuleSite.install", after=1),
     "call stack": FaultPoint("sites.modules:call_stack"),
-    "API input": FaultPoint("sites.api:ApiSite._before", _L1, after=30),
-    "API output": FaultPoint("sites.api:ApiSite._after", _MIX, after=30),
+    "API call": FaultPoint("sites.api:ApiSite._call_of", _L1, after=30),
+    "API input": FaultPoint("sites.api:_Places.__missing__", _L1, given="0", after=30),
+    "API output": FaultPoint("sites.api:_Places.__missing__", _MIX, given="", after=30),
     "API gradient": FaultPoint("probes.dump:DumpProbe.see", _L1, given="backward", after=7),
-    "API gradient hooks": FaultPoint("sites.api:ApiSite._watch_gradients", _MIX, after=30),
+    "API gradient hooks": FaultPoint("sites.api:_Places.__missing__", _BACKWARD, after=30),
     "API name": FaultPoint("sites.api:name_of", _L1, after=3),
     "API install": FaultPoint("sites.api:ApiSite.install", _L1, after=1),
     "frames": FaultPoint("sites.frames:ModuleFrames._pass", _L1, after=9),
