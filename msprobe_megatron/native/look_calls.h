@@ -311,6 +311,10 @@ PyObject* calls_run(Calls* self, PyObject* given) {
     long inside;
     if (!PyArg_ParseTuple(given, "UOO!O!l", &api, &function, &PyTuple_Type, &args, &PyDict_Type, &kwargs, &inside))
         return nullptr;
+    // Calls are known by the address of their name, and this one may have been made for this call alone.
+    Py_INCREF(api);
+    PyUnicode_InternInPlace(&api);
+    Ref name = Ref::stolen(api);
     return run(self, api, function, args, kwargs, inside);
 }
 
@@ -386,7 +390,10 @@ int calls_init(Calls* self, PyObject* args, PyObject*) {
     return impl ? 0 : -1;
 }
 
+PyObject* calls_known(Calls* self, PyObject*) { return PyLong_FromSize_t(self->entries->size()); }
+
 PyMethodDef calls_methods[] = {
+    {"known", (PyCFunction)calls_known, METH_NOARGS, "How many numbered calls have been met so far."},
     {"run", (PyCFunction)calls_run, METH_VARARGS, "Run a call that does not come by the mode, and tell of it."},
     {nullptr, nullptr, 0, nullptr},
 };

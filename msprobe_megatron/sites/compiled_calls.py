@@ -52,6 +52,9 @@ class CompiledCalls(State, Protocol):
     ) -> Any:
         """Any other call, under this name; with `inside` 1 those that it makes are not told."""
 
+    def known(self) -> int:
+        """How many numbered calls have been met so far."""
+
 
 @dataclass(frozen=True)
 class Helpers:

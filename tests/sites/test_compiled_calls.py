@@ -336,6 +336,23 @@ def test_what_is_not_given_as_torch_gives_it_is_passed_on(watched):
     assert sink.seen == []
 
 
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_a_call_that_comes_again_is_not_new(watched, scenario):
+    """What is known grows with the model and not with the steps, whatever the names of its calls are made of."""
+    model, clock = Net(scenario), Clock()
+    site, frames, faults = watched(model, Sink(), clock, True)
+    known = []
+    for step in range(6):
+        clock.start_step(step)
+        frames.install()
+        site.install()
+        model(torch.linspace(-1, 1, 16).reshape(4, 4).requires_grad_()).square().sum().backward()
+        known.append(site._compiled.known())
+        site.remove()
+        frames.remove()
+    assert known[0] > 0 and known == [known[0]] * 6, known
+
+
 def test_nothing_is_kept_alive(watched):
     """Neither the site nor the sink, nor a tensor, nor what the hooks of a graph point to."""
     model, sink, clock = Net(used_twice), Sink(), Clock()
