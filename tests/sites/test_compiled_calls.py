@@ -237,7 +237,7 @@ def test_no_object_of_python_is_left_for_each_call(watched):
 def test_a_backward_that_torch_compiles_takes_hooks_of_python(watched):
     from torch._dynamo import compiled_autograd
 
-    found = []
+    found, hooks = [], []
     for compiled, traced in ((True, False), (True, True), (False, True)):
         torch.manual_seed(0)
         model, sink, clock = Net(lambda net, x: F.gelu(net.linear(x)) + Double.apply(x)), Sink(), Clock()
@@ -247,13 +247,36 @@ def test_a_backward_that_torch_compiles_takes_hooks_of_python(watched):
             site.install()
             assert site._state.traced == traced
             loss = model(torch.ones(4, 4, requires_grad=True)).sum()
-            assert bool([one for one in gc.get_objects() if type(one) is api._Arrived and one[0] is site]) == traced
+            hooks.append(sum(type(one) is api._Arrived and one[0] is site for one in gc.get_objects()))
         site.remove()
         frames.remove()
         del loss
         assert faults == []
         found.append(sink.seen)
     assert found[0] == found[1] == found[2] != []
+    assert hooks[0] == 0 and hooks[1] == hooks[2] > 4
+
+
+def test_hooks_of_others_keep_their_order(watched):
+    """They change what goes on from a node; ours is between those from before the call and those from after it."""
+    found = []
+    for compiled in (True, False):
+        sink, clock = Sink(), Clock()
+        site, frames, faults = watched(nn.Module(), sink, clock, compiled)
+        x = torch.ones(2, requires_grad=True)
+        y = x * 2
+        y.grad_fn.register_hook(lambda inner, outer: (inner[0] * 3, None))
+        frames.install()
+        site.install()
+        for _ in range(2):
+            site.called("mine.kept", lambda x, y=y: y, (x,), {})
+        y.grad_fn.register_hook(lambda inner, outer: (inner[0] + 1, None))
+        y.sum().backward()
+        site.remove()
+        assert x.grad.tolist() == [7, 7] and faults == []
+        found.append(sink.seen)
+    assert found[0] == found[1]
+    assert [row[-1] for row in found[0] if "mine" in row[1] and row[0] == "gradient" and row[2] == "input"] == [12, 12]
 
 
 def test_gradients_of_an_earlier_step_are_ignored(watched):
