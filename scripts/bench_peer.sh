@@ -16,7 +16,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 # Part, and its seconds on two cores.
 parts=(
-    dump:h64 270 dump:h1024 570 layers 50 volume 100 perturb:h64 200 perturb:h512 330 perturb@all 80
+    dump:h64 270 dump:h1024 650 layers 290 volume 100 perturb:h64 200 perturb:h512 330 perturb@all 80
     monitor:h64 190 monitor:h1024 450 monitor:tp2 120 counts 20 scaling 40 compare 120
 )
 usage() {

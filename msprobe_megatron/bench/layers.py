@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from msprobe_megatron.bench.options import Options, measured
@@ -13,6 +14,8 @@ ABOUT = (
     " resident memory with the kit less that without. Layers of width 16: not to be compared with other tables."
 )
 FEW, MANY = 24, 192
+_TURNS, _OF_FEW = 14, 6
+"""Turns of the larger model; so many times as many of the smaller one, whose steps are shorter."""
 VARIANTS: dict[str, dict[str, Any]] = {level: {"dump": {"level": level}} for level in ("L0", "L1", "mix")}
 TARGET, MEMORY_TARGET = 8.5, 64 << 20
 _FLAGS = (
@@ -33,11 +36,13 @@ def bench(options: Options) -> list[dict[str, Any]]:
     lines = []
     for name in variants:
         few, many = found[FEW][name], found[MANY][name]
+        ratio = many["added_s"] / few["added_s"]
         lines.append(
             {
                 **many,
                 "name": f"{name}: {MANY} layers over {FEW}",
-                "ratio": many["added_s"] / few["added_s"],
+                "ratio": ratio,
+                "uncertainty": ratio * math.hypot(*(one["uncertainty"] / one["added_s"] for one in (few, many))),
                 "target": TARGET,
                 "asked": {"extra_bytes": MEMORY_TARGET},
             }
@@ -54,16 +59,18 @@ def profiled(name: str) -> tuple[Workload, dict[str, Any]]:
 
 
 def _workload(layers: int, turns: int) -> Workload:
-    return Workload(f"layers{layers}", f"--num-layers {layers} {_FLAGS}", turns, 1)
+    return Workload(f"layers{layers}", f"--num-layers {layers} {_FLAGS}", turns, 2)
 
 
 def _added(layers: int, variants: dict[str, dict[str, Any]], options: Options) -> dict[str, dict[str, Any]]:
-    lines = measured(_workload(layers, options.turns or 12), variants, options)
+    turns = options.turns or _TURNS * (_OF_FEW if layers == FEW else 1)
+    lines = measured(_workload(layers, turns), variants, options)
     plain, *others = lines
     kept = ("median_s", "spread", "peak_bytes", "bytes", "files", "rows", "microseconds", "extra_bytes")
     return {
         line["name"].partition(":")[2]: {
             "added_s": (line["ratio"] - 1) * plain["median_s"],
+            "uncertainty": line["uncertainty"] * plain["median_s"],
             **{key: line[key] for key in kept},
         }
         for line in others

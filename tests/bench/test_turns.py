@@ -150,6 +150,24 @@ def test_a_kit_that_switched_itself_off_gives_no_figure(tmp_path):
             some._end("a", lap)
 
 
+def test_growth_with_layers_is_of_what_is_added(tmp_path, monkeypatch):
+    """24 layers add 0.02 s known to 0.002, 192 add 0.15 known to 0.003: 7.5 times, known to a tenth of it and more."""
+    rest = dict.fromkeys(("spread", "peak_bytes", "bytes", "files", "rows", "microseconds", "extra_bytes"), 0)
+
+    def measured(workload, variants, options):
+        seconds, ratio, error = (0.1, 1.2, 0.02) if "--num-layers 24 " in workload.flags else (1.0, 1.15, 0.003)
+        lines = {PLAIN: (1.0, 0.0, seconds), "L0": (ratio, error, seconds * ratio)}
+        return [
+            {"name": f"w:{name}", "ratio": ratio, "uncertainty": error, "median_s": median, **rest}
+            for name, (ratio, error, median) in lines.items()
+        ]
+
+    monkeypatch.setattr(layers, "measured", measured)
+    (line,) = layers.bench(Options(tmp_path, only="L0"))
+    assert (line["ratio"], line["target"]) == (pytest.approx(7.5), 8.5)
+    assert line["uncertainty"] == pytest.approx(7.5 * (0.1**2 + 0.02**2) ** 0.5)
+
+
 def test_a_profile_names_the_functions_of_the_kit_and_what_they_call():
     profile = cProfile.Profile()
     x = torch.ones(1 << 16)
