@@ -101,7 +101,8 @@ def _targets(sections: Mapping[str, list[dict[str, Any]]]) -> str:
     for name, verdict in every:
         value, asked = (_figure(verdict, number) for number in (verdict.value, verdict.asked))
         state = "met" if verdict.met else "MISSED"
-        lines.append(f"| {name} {verdict.label} | {value} | {verdict.sign} {asked} | {state} |")
+        known = f" ± {verdict.uncertainty:.2g}" if verdict.uncertainty else ""
+        lines.append(f"| {name} {verdict.label} | {value}{known} | {verdict.sign} {asked} | {state} |")
     return "\n".join(lines)
 
 

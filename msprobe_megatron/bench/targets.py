@@ -35,6 +35,8 @@ class Verdict:
     figure: str
     value: float
     asked: float
+    uncertainty: float | None = None
+    """Standard error of the value, where it was measured often enough to have one."""
 
     @property
     def met(self) -> bool:
@@ -66,7 +68,7 @@ def verdicts(lines: Iterable[Mapping[str, Any]]) -> list[Verdict]:
         name, target = str(line["name"]), line.get("target")
         figure = next((key for key in _FIGURES if line.get(key) is not None), None)
         if target is not None and figure is not None:
-            found.append(Verdict(name, figure, line[figure], target))
+            found.append(Verdict(name, figure, line[figure], target, line.get("uncertainty")))
         for key, limit in (line.get("asked") or {}).items():
             if line.get(key) is not None:
                 found.append(Verdict(name, key, line[key], limit))

@@ -16,7 +16,7 @@ def report(bench, *results, **more):
 def test_targets_are_met_or_missed(tmp_path):
     dump = report(
         "dump",
-        {"name": "h64:L0", "ratio": 1.7, "target": 1.5},
+        {"name": "h64:L0", "ratio": 1.7, "target": 1.5, "uncertainty": 0.0123},
         {"name": "h64:L1", "ratio": 3.9, "target": 4.0, "extra_bytes": 65 << 20, "asked": {"extra_bytes": 64 << 20}},
         {"name": "h64:plain", "ratio": 1.0, "target": None},
         command="msprobe-megatron bench dump --only h64",
@@ -39,7 +39,7 @@ def test_targets_are_met_or_missed(tmp_path):
     (tmp_path / "h64_task.json").write_text("[]")
     text = document(tmp_path)
     for line in (
-        "| dump h64:L0 | 1.7 | ≤ 1.5 | MISSED |",
+        "| dump h64:L0 | 1.7 ± 0.012 | ≤ 1.5 | MISSED |",
         "| dump h64:L1 | 3.9 | ≤ 4 | met |",
         "| compare rows seconds | 61 | ≤ 60 | MISSED |",
         "| compare tensors GB/s | 1.9 | ≥ 2 | MISSED |",
