@@ -92,7 +92,7 @@ class Session:
                 self.voice.say(text, "unseen")
         if not self.selected:
             return
-        native.load()
+        native.load(tell=self.voice.tell)
         identity, disk = {"rank": self.where.rank, **self.where.position()}, config.limits.disk
         self.writer = Writer(
             self.directory,

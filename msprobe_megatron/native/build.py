@@ -16,7 +16,7 @@ import shutil
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +30,12 @@ _FLAGS = ("-std=c++14", "-O3", "-shared", "-fPIC", "-ffp-contract=off", "-fno-ex
 
 class BuildError(Exception):
     """No library could be made; the text says why."""
+
+
+class Announcing:
+    """Who is told, once, that something has to be built: a job that stands still for ten seconds is worth a word."""
+
+    tell: Callable[[str], None] | None = None
 
 
 class Recipe(NamedTuple):
@@ -76,6 +82,11 @@ def built(level: Level, timeout: float, recipe: Recipe | None = None) -> Path:
     path = folder / f"{recipe.name}_{level.name}_{_fingerprint(compiler, level, deadline, recipe)}.so"
     if _trusted(path):
         return path
+    tell, Announcing.tell = Announcing.tell, None
+    if tell is not None:
+        tell(
+            f"building its compiled part into {folder}, once for this user, compiler and torch: up to some ten seconds"
+        )
     with _alone(folder / f"{path.stem}.lock", deadline):
         if not _trusted(path):
             _compile(compiler, level, path, deadline, recipe)

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from msprobe_megatron.native.build import BuildError, built
+from msprobe_megatron.native.build import Announcing, BuildError, built
 from msprobe_megatron.native.levels import levels
 
 _ABI = 3
@@ -53,17 +53,17 @@ def why_not() -> str:
     return _State.reason
 
 
-def load(timeout: float = 60.0) -> Kernel | None:
+def load(timeout: float = 60.0, tell: Callable[[str], None] | None = None) -> Kernel | None:
     """Find or build the kernel, once a process; None, with a reason in `why_not`, where that is impossible.
 
-    ``MSPROBE_NATIVE=0`` in the environment forbids it.
+    ``MSPROBE_NATIVE=0`` in the environment forbids it. ``tell`` is told if this or the compiled look has to be built.
 
     Example::
 
         load() is None      # then measure/ works with plain torch
     """
     if not _State.asked:
-        _State.asked = True
+        _State.asked, Announcing.tell = True, tell
         _State.kernel, _State.reason = _attempt(timeout)
     return _State.kernel
 

@@ -36,6 +36,24 @@ def test_built_once_private_and_found_again(cache, monkeypatch):
 
 
 @needs_compiler
+def test_a_job_that_has_to_build_says_so_once(tmp_path):
+    """In processes of their own: the first builds both libraries, the second finds them."""
+    code = (
+        "from msprobe_megatron import native\n"
+        "native.load(tell=lambda text: print('told', text)); native.load_look()\n"
+        "print(native.kernel() is not None, native.look() is not None, native.why_no_look())"
+    )
+    env = {**os.environ, "MSPROBE_CACHE": str(tmp_path / "cache"), "MSPROBE_NATIVE": "1"}
+    first, second = (
+        subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    )
+    assert first.count("told") == 1 and str(tmp_path / "cache") in first
+    assert second == first.splitlines(keepends=True)[-1]
+    assert second.startswith("True")
+
+
+@needs_compiler
 def test_another_source_is_another_library(cache, monkeypatch, tmp_path):
     path = built(PLAIN, 60.0)
     changed = tmp_path / "kernel.cpp"
