@@ -50,7 +50,7 @@ TARGETS = {
     **{"tp2:one_rank": 1.063, "tp2:all_ranks": 1.088},
 }
 _H64 = Workload("h64", WORKLOADS["h64"].flags, turns=13, steps=100, warm_up=2, whole=True)
-_H1024 = Workload("h1024", f"{WORKLOADS['h1024'].flags} --global-batch-size 2", turns=14, steps=1, warm_up=0)
+_H1024 = Workload("h1024", f"{WORKLOADS['h1024'].flags} --global-batch-size 2", turns=18, steps=1, warm_up=0)
 _TP2 = Workload("tp2", f"{WORKLOADS['h1024'].flags} --sequence-parallel", turns=14, steps=1, warm_up=0)
 EXTRA_BYTES = 50 << 20
 _OFF_STEPS = 2000

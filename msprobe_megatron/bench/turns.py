@@ -64,6 +64,8 @@ class Workload:
     """A turn is timed as a whole: what is done once in many steps, such as a file of the monitor, is in the figure."""
     fresh: bool = False
     """Every turn has a session of its own: for what depends on how many steps it has seen."""
+    twice: tuple[str, ...] = ()
+    """Variants that have two places in every turn: those whose limit is the narrowest."""
 
     @property
     def laps(self) -> range:
@@ -155,15 +157,16 @@ class Turns:
     @property
     def iterations(self) -> int:
         """How many steps the job has to make."""
-        one = len(self._order(0))
-        return 2 + sum(one * (self._workload.warm_up + self._steps_of(lap)) for lap in self._workload.laps)
+        laps, warm_up = self._workload.laps, self._workload.warm_up
+        return 2 + sum(len(self._order(lap)) * (warm_up + self._steps_of(lap)) for lap in laps)
 
     def _steps_of(self, lap: int) -> int:
         return self._workload.steps if lap else max(_MEMORY_STEPS, self._workload.steps)
 
     def _order(self, lap: int) -> list[str]:
         """The variants of a turn; no tool at all several times among many of them, for it is a part of every ratio."""
-        names = list(self._variants)
+        twice = self._workload.twice
+        names = [name for name in self._variants for _ in range(1 + (lap > 0 and name in twice))]
         random.Random(lap).shuffle(names)  # noqa: S311 - the same in every process of a job
         apart = math.ceil(len(names) / max(1, round(math.sqrt(len(names)))))
         order = [one for i, name in enumerate(names) for one in ([PLAIN, name] if i % apart == 0 else [name])]

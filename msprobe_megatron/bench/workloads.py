@@ -16,9 +16,9 @@ _MIDDLE = "--hidden-size 512 --num-attention-heads 8 --seq-length 256 --bf16"
 _LARGE = "--hidden-size 1024 --num-attention-heads 16 --seq-length 512"
 
 WORKLOADS = {
-    "h64": Workload("h64", f"{_COMMON} {_SMALL}", turns=60, steps=2),
+    "h64": Workload("h64", f"{_COMMON} {_SMALL}", turns=60, steps=4),
     "h512": Workload("h512", f"{_COMMON} {_MIDDLE}", turns=5, steps=2),
-    "h1024": Workload("h1024", f"{_COMMON} {_LARGE}", turns=16, steps=1, warm_up=0),
+    "h1024": Workload("h1024", f"{_COMMON} {_LARGE}", turns=20, steps=1, warm_up=0, twice=("loaded",)),
 }
 
 # What tells the models apart; width and depth are those of a small machine.

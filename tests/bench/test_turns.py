@@ -46,6 +46,15 @@ def test_no_tool_is_as_exact_as_what_is_compared_with_it(tmp_path):
         assert order.count(PLAIN) == times, order
 
 
+def test_what_must_be_known_best_has_two_places_in_a_turn(tmp_path):
+    some = turns_of(tmp_path, {"a": {}, "b": {}}, twice=("b",))
+    assert sorted(some._order(2)) == ["a", "b", "b", PLAIN, PLAIN]
+    assert sorted(some._order(0)) == ["a", "b", PLAIN]
+    assert some.iterations == 2 + 3 * (1 + 2) + 4 * 5 * (1 + 1)
+    both = [some._order(lap).index("a") for lap in range(12)]
+    assert len(set(both)) > 2
+
+
 def test_steps_of_a_job(tmp_path):
     """Two to begin with; a turn for memory with two steps a variant; the turns, with a step to warm up."""
     assert turns_of(tmp_path, {"a": {}, "b": {}}).iterations == 2 + 3 * (1 + 2) + 4 * 3 * (1 + 1)
@@ -111,7 +120,7 @@ def test_sessions_sleep_between_their_turns(tmp_path, monkeypatch, fresh):
     made = []
     monkeypatch.setattr("msprobe_megatron.attach", lambda *a, **k: made.append(attach(*a, **k)) or made[-1])
     variants = {"idle": {"steps": [10**8], "dump": {"level": "L0"}}, "L0": {"dump": {"level": "L0"}}}
-    some = turns_of(tmp_path, variants, turns=3, fresh=fresh)
+    some = turns_of(tmp_path, variants, turns=3, fresh=fresh, twice=() if fresh else ("idle",))
     some.ready([model], optimizer)
     there = []
     for _ in range(some.iterations):
@@ -126,7 +135,8 @@ def test_sessions_sleep_between_their_turns(tmp_path, monkeypatch, fresh):
     seen = [len(session.steps_recorded) for session in made if session.steps_recorded]
     assert seen == ([2, 2, 2] if fresh else [3, 6])
     names = [step.name for step in some.steps]
-    assert {name: names.count(name) for name in set(names)} == {"idle": 3, "L0": 3, PLAIN: 3}
+    idles, plains = (3, 3) if fresh else (6, 6)
+    assert {name: names.count(name) for name in set(names)} == {"idle": idles, "L0": 3, PLAIN: plains}
     idle, line = some.results()[1:]
     assert (idle.rows, line.rows > 0) == (0, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
