@@ -19,6 +19,8 @@ _MOST_ENTRIES = 1 << 22
 _MOST_REPEATED = 64 << 20
 """Bytes of a tensor that its file need not hold: one element can be said to stand for 10^12."""
 _KNOWN = ("megatron.", "numpy.", "torch.", "signal.", "collections.", "modelopt.")
+# The latter is how Python 3.11.0 to 3.11.3 write a member of an Enum; a stand-in takes its place too and gets nothing.
+_KNOWN_WHOLE = ("argparse.Namespace", "builtins.getattr")
 
 
 class StandIn:
@@ -43,7 +45,7 @@ def load_file(path: Path, trust: bool = False) -> Any:
         load_file(Path("mp_rank_00/model_optim_rng.pt"))["model"]
     """
     names = unknown_classes(path)
-    odd = [name for name in names if name != "argparse.Namespace" and not name.startswith(_KNOWN)]
+    odd = [name for name in names if name not in _KNOWN_WHOLE and not name.startswith(_KNOWN)]
     if odd and not trust:
         raise CheckpointError(
             f"{path}: holds objects of {', '.join(sorted(odd)[:5])}; accepted: tensors, plain values and what Megatron"

@@ -14,6 +14,7 @@ from msprobe_megatron.checkpoints.distributed_state import places_of
 from msprobe_megatron.checkpoints.held import CheckpointError
 from msprobe_megatron.checkpoints.opening import open_checkpoint
 from msprobe_megatron.checkpoints.plain_pickle import PickleError, read_pickle
+from msprobe_megatron.checkpoints.safe_load import StandIn, load_file
 from msprobe_megatron.cli import main
 from tests.checkpoints.jobs import train_and_save
 from tests.distributed.layouts import LAYOUTS, flags_of
@@ -281,6 +282,26 @@ def test_strange_classes_are_refused_until_trusted_and_never_run(saved, tmp_path
     assert main(["ckpt-diff", str(root), str(root)]) == 2
     assert "test_ckpt_diff._Loud" in capsys.readouterr().err
     assert main(["ckpt-diff", str(root), str(root), "--trust"]) == 0
+
+
+class _Member:
+    """A member of an Enum as Python 3.11.0 to 3.11.3 write it; and one that would be a way to something else."""
+
+    def __init__(self, of, name):
+        self.of, self.name = of, name
+
+    def __reduce__(self):
+        return getattr, (self.of, self.name)
+
+
+def test_members_of_enums_are_read_however_they_were_written_and_reach_nothing(saved, tmp_path):
+    from megatron.core.transformer.enums import AttnBackend
+
+    members = [_Member(AttnBackend, "flash"), _Member(AttnBackend, "__init__"), AttnBackend.flash]
+    root = _changed(saved, tmp_path, lambda content: content.update(more=members))
+    held = load_file(root / "iter_0000001" / "mp_rank_01_001" / "model_optim_rng.pt")["more"]
+    assert len(held) == 3 and all(isinstance(one, StandIn) for one in held)
+    assert main(["ckpt-diff", str(root), str(root)]) == 0
 
 
 def test_nothing_in_an_index_is_run(saved, tmp_path, monkeypatch):
