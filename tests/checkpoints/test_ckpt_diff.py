@@ -296,10 +296,10 @@ class _Member:
 
 
 def test_members_of_enums_are_read_however_they_were_written_and_reach_nothing(saved, tmp_path):
-    members = [_Member(signal.Signals, "SIGTERM"), _Member(signal.Signals, "__init__"), signal.SIGTERM]
+    members = [_Member(signal.Signals, "SIGTERM"), _Member(signal.Signals, "__init__")]
     root = _changed(saved, tmp_path, lambda content: content.update(more=members))
     held = load_file(root / "iter_0000001" / "mp_rank_01_001" / "model_optim_rng.pt")["more"]
-    assert len(held) == 3 and all(isinstance(one, StandIn) for one in held)
+    assert len(held) == 2 and all(isinstance(one, StandIn) for one in held)
     assert main(["ckpt-diff", str(root), str(root)]) == 0
 
 
