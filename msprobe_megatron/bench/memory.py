@@ -7,6 +7,11 @@ from pathlib import Path
 
 _RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _RESET_PEAK = "5"  # see proc(5): resets VmHWM to the current size
+# Of mallopt(3): from which size on a block has pages of its own, and how much may lie idle at the end of the heap.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_AT_ONCE = 64 << 10
+_USUAL = 32 << 20
+"""Where glibc itself ends up in a job with large tensors."""
 
 
 class PeakMemory:
@@ -24,6 +29,19 @@ class PeakMemory:
         """Give back what the allocator only holds in reserve: else the peak of one variant is that of all after it."""
         try:
             ctypes.CDLL(None).malloc_trim(0)
+        except (AttributeError, OSError):  # another C library
+            return
+
+    def exact(self, exact: bool) -> None:
+        """Let the allocator give back at once what is freed, so that a peak is what is alive.
+
+        That takes time: without it the allocator works as it does in any large job.
+        """
+        size = _AT_ONCE if exact else _USUAL
+        try:
+            library = ctypes.CDLL(None)
+            library.mallopt(_MMAP_THRESHOLD, size)
+            library.mallopt(_TRIM_THRESHOLD, 2 * size)
         except (AttributeError, OSError):  # another C library
             return
 

@@ -3,8 +3,9 @@
 A variant is a probe file laid over the demo model; all of them train the same model in the same processes, a step or
 a few at a time, one after the other and again, so that a busy machine is unfair to all of them alike; each turn has an
 order of its own, so that none always follows the same one. Their sessions sleep while it is not their turn. In a first
-turn there is one at a time, which is closed after it: for what a session needs of memory and writes. The time is that
-of the whole process, writer thread included, until the step's files are written. What a bench adds is its variants.
+turn there is one at a time, which is closed after it, each behind steps without the kit: for what a session needs of
+memory and writes. The time is that of the whole process, writer thread included, until the step's files are written.
+What a bench adds is its variants.
 """
 
 from __future__ import annotations
@@ -146,6 +147,9 @@ class Turns:
         names = (PLAIN, *variants)
         self.steps: list[Step] = []
         self._peaks: dict[str, list[int]] = {name: [] for name in names}
+        self._added: dict[str, list[int]] = {name: [] for name in names}
+        self._before: list[int] = []
+        self._now: list[int] = []
         self._rows: dict[str, int] = dict.fromkeys(names, 0)
         self._written: dict[str, tuple[int, int]] = dict.fromkeys(names, (0, 0))
         self._session: Any = None
@@ -165,8 +169,10 @@ class Turns:
 
     def _order(self, lap: int) -> list[str]:
         """The variants of a turn; no tool at all several times among many of them, for it is a part of every ratio."""
+        if lap == 0:  # what the allocator holds changes from step to step: each has its own to be compared with
+            return [one for name in self._variants for one in (PLAIN, name)]
         twice = self._workload.twice
-        names = [name for name in self._variants for _ in range(1 + (lap > 0 and name in twice))]
+        names = [name for name in self._variants for _ in range(1 + (name in twice))]
         random.Random(lap).shuffle(names)  # noqa: S311 - the same in every process of a job
         apart = math.ceil(len(names) / max(1, round(math.sqrt(len(names)))))
         order = [one for i, name in enumerate(names) for one in ([PLAIN, name] if i % apart == 0 else [name])]
@@ -187,6 +193,8 @@ class Turns:
         yield  # two steps in which allocators and caches find their size
         yield
         for lap in self._workload.laps:
+            if not self._workload.fresh:
+                self._memory.exact(lap == 0)
             order = self._order(lap)
             for at, name in enumerate(order):
                 done = lap - self._workload.laps.start + at / len(order)
@@ -216,13 +224,19 @@ class Turns:
         self._flush()
         took = time.process_time() - began
         if alone:
-            self._peaks[name].append(self._memory.peak())
+            self._now.append(self._memory.peak())
+            self._peaks[name].append(self._now[-1])
+            if name != PLAIN and len(self._now) <= len(
+                self._before
+            ):  # the same step behind a trimming: the first needs less
+                self._added[name].append(self._now[-1] - self._before[len(self._now) - 1])
         if lap:
             self.steps.append(Step(name, took / steps, trained / steps))
 
     def _begin(self, name: str, lap: int) -> None:
         if lap == 0 or self._workload.fresh:
             self._memory.trim()
+            self._now = []
         if name in self._asleep:
             self._session = self._asleep.pop(name)
             self._session.wake()
@@ -230,6 +244,8 @@ class Turns:
             self._attach(name, lap)
 
     def _end(self, name: str, lap: int) -> None:
+        if name == PLAIN:
+            self._before = self._now
         if self._session is None:
             return
         if lap == 0 or self._workload.fresh:
@@ -281,7 +297,7 @@ class Turns:
         for name, peaks in self._peaks.items():
             times = [step.took for step in self.steps if step.name == name]
             found = cost(self.steps, name, PLAIN) if name != PLAIN else Cost(1.0, 1.0, 0.0, 0.0)
-            peak, rows = middle(peaks), self._rows[name]
+            added, rows = middle(self._added[name] or [0]), self._rows[name]
             lines.append(
                 Result(
                     f"{self._workload.name}:{name}",
@@ -290,11 +306,11 @@ class Turns:
                     middle(times),
                     spread(times),
                     max(peaks),
-                    peak / memory if memory else 1.0,
+                    1 + added / memory if memory else 1.0,
                     *self._written[name],
                     rows,
                     found.added_s * 1e6 / rows if rows else None,
-                    max(0, round(peak - memory)),
+                    max(0, round(added)),
                     min(times) / least,
                     found.uncertainty,
                 )

@@ -32,7 +32,7 @@ def turns_of(tmp_path, variants, turns=4, **more):
 
 def test_every_variant_has_its_turn_and_none_always_follows_the_same(tmp_path):
     some = turns_of(tmp_path, dict.fromkeys("abcd", {}))
-    orders = [some._order(lap) for lap in range(12)]
+    orders = [some._order(lap) for lap in range(1, 13)]
     assert all(sorted(order) == ["a", "b", "c", "d", PLAIN, PLAIN] for order in orders)
     before = {order[at - 1] for order in orders for at, name in enumerate(order) if at and name == "a"}
     assert before == {"b", "c", "d", PLAIN}
@@ -42,24 +42,24 @@ def test_every_variant_has_its_turn_and_none_always_follows_the_same(tmp_path):
 
 def test_no_tool_is_as_exact_as_what_is_compared_with_it(tmp_path):
     for count, times in ((1, 1), (2, 1), (3, 2), (7, 3)):
-        order = turns_of(tmp_path, dict.fromkeys("abcdefg"[:count], {}))._order(0)
+        order = turns_of(tmp_path, dict.fromkeys("abcdefg"[:count], {}))._order(1)
         assert order.count(PLAIN) == times, order
 
 
 def test_what_must_be_known_best_has_two_places_in_a_turn(tmp_path):
     some = turns_of(tmp_path, {"a": {}, "b": {}}, twice=("b",))
     assert sorted(some._order(2)) == ["a", "b", "b", PLAIN, PLAIN]
-    assert sorted(some._order(0)) == ["a", "b", PLAIN]
-    assert some.iterations == 2 + 3 * (1 + 2) + 4 * 5 * (1 + 1)
-    both = [some._order(lap).index("a") for lap in range(12)]
+    assert some._order(0) == [PLAIN, "a", PLAIN, "b"]
+    assert some.iterations == 2 + 4 * (1 + 2) + 4 * 5 * (1 + 1)
+    both = [some._order(lap).index("a") for lap in range(1, 13)]
     assert len(set(both)) > 2
 
 
 def test_steps_of_a_job(tmp_path):
     """Two to begin with; a turn for memory with two steps a variant; the turns, with a step to warm up."""
-    assert turns_of(tmp_path, {"a": {}, "b": {}}).iterations == 2 + 3 * (1 + 2) + 4 * 3 * (1 + 1)
+    assert turns_of(tmp_path, {"a": {}, "b": {}}).iterations == 2 + 4 * (1 + 2) + 4 * 3 * (1 + 1)
     assert turns_of(tmp_path, {"a": {}, "b": {}}, fresh=True).iterations == 2 + 4 * 3 * (1 + 1)
-    assert turns_of(tmp_path, {"a": {}, "b": {}}, warm_up=0).iterations == 2 + 3 * 2 + 4 * 3
+    assert turns_of(tmp_path, {"a": {}, "b": {}}, warm_up=0).iterations == 2 + 4 * 2 + 4 * 3
 
 
 def test_a_machine_that_changes_its_pace_does_not_change_the_figure():
@@ -102,6 +102,7 @@ def test_lines_of_what_was_measured(tmp_path):
     some = turns_of(tmp_path, {"a": {}})
     some.steps = [Step(PLAIN, 1.0, 0.8), Step("a", 1.5, 1.0)] * 8
     some._peaks = {PLAIN: [100, 100, 300], "a": [110, 110, 900]}
+    some._added = {PLAIN: [], "a": [10, 10, 600]}
     some._rows["a"] = 1000
     plain, line = (result.as_dict() for result in some.results())
     assert plain["ratio"] == plain["least_ratio"] == 1.0
@@ -142,6 +143,24 @@ def test_sessions_sleep_between_their_turns(tmp_path, monkeypatch, fresh):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"w_{name}_{1 if fresh else 0}" for name in ("L0", "idle")
     ]
+
+
+def test_memory_is_that_of_the_same_step_without_the_kit_just_before(tmp_path, monkeypatch):
+    """Whatever the job holds by then; 7 bytes are the session's."""
+    some = turns_of(tmp_path, {"a": {}, "b": {}}, turns=1)
+    grown = iter(range(0, 100_000, 1000))
+    level = [0]
+
+    def begin(name, lap):
+        some._now = []
+        level[0] = next(grown) if name == PLAIN else level[0] + 7
+
+    monkeypatch.setattr(some, "_begin", begin)
+    monkeypatch.setattr(some._memory, "peak", lambda: level[0] + 50 * len(some._now))
+    some.ready(None, None)
+    for _ in range(some.iterations):
+        some.after_step()
+    assert [line.extra_bytes for line in some.results()] == [0, 7, 7]
 
 
 def test_a_kit_that_switched_itself_off_gives_no_figure(tmp_path):
