@@ -226,9 +226,7 @@ class Turns:
         if alone:
             self._now.append(self._memory.peak())
             self._peaks[name].append(self._now[-1])
-            if name != PLAIN and len(self._now) <= len(
-                self._before
-            ):  # the same step behind a trimming: the first needs less
+            if name != PLAIN and len(self._now) <= len(self._before):
                 self._added[name].append(self._now[-1] - self._before[len(self._now) - 1])
         if lap:
             self.steps.append(Step(name, took / steps, trained / steps))
