@@ -2,10 +2,10 @@
 
 A variant is a probe file laid over the demo model; all of them train the same model in the same processes, a step or
 a few at a time, one after the other and again, so that a busy machine is unfair to all of them alike; each turn has an
-order of its own, so that none always follows the same one. Their sessions sleep while it is not their turn. In a first
-turn there is one at a time, which is closed after it, each behind steps without the kit: for what a session needs of
-memory and writes. The time is that of the whole process, writer thread included, until the step's files are written.
-What a bench adds is its variants.
+order of its own, so that none always follows the same one. Their sessions sleep while it is not their turn. In the
+first turns there is one at a time, which is closed after it, each behind steps without the kit: for what a session
+needs of memory and writes. The time is that of the whole process, writer thread included, until the step's files are
+written. What a bench adds is its variants.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from msprobe_megatron.bench.memory import PeakMemory
 
 PLAIN = "plain"
 Variants = Mapping[str, Mapping[str, Any]]
-_MEMORY_STEPS = 2
+_MEMORY_LAPS, _MEMORY_STEPS = 3, 2
 
 
 class BenchFailed(Exception):
@@ -70,8 +70,13 @@ class Workload:
 
     @property
     def laps(self) -> range:
-        """The turns by number; the one called 0 is not timed, unless all are like it."""
-        return range(1 if self.fresh else 0, self.turns + 1)
+        """The turns by number; those up to 0 are not timed but for memory, unless all are like them."""
+        return range(1 if self.fresh else 1 - _MEMORY_LAPS, self.turns + 1)
+
+    @property
+    def kept(self) -> int:
+        """The turn whose run directories are kept."""
+        return 1 if self.fresh else 0
 
 
 @dataclass(frozen=True)
@@ -165,11 +170,11 @@ class Turns:
         return 2 + sum(len(self._order(lap)) * (warm_up + self._steps_of(lap)) for lap in laps)
 
     def _steps_of(self, lap: int) -> int:
-        return self._workload.steps if lap else max(_MEMORY_STEPS, self._workload.steps)
+        return self._workload.steps if lap > 0 else max(_MEMORY_STEPS, self._workload.steps)
 
     def _order(self, lap: int) -> list[str]:
         """The variants of a turn; no tool at all several times among many of them, for it is a part of every ratio."""
-        if lap == 0:  # what the allocator holds changes from step to step: each has its own to be compared with
+        if lap <= 0:  # what the allocator holds changes from step to step: each has its own to be compared with
             return [one for name in self._variants for one in (PLAIN, name)]
         twice = self._workload.twice
         names = [name for name in self._variants for _ in range(1 + (name in twice))]
@@ -194,11 +199,11 @@ class Turns:
         yield
         for lap in self._workload.laps:
             if not self._workload.fresh:
-                self._memory.exact(lap == 0)
+                self._memory.exact(lap <= 0)
             order = self._order(lap)
             for at, name in enumerate(order):
                 done = lap - self._workload.laps.start + at / len(order)
-                text = f"turn {lap} of {self._workload.turns}" if lap else "memory"
+                text = f"turn {lap} of {self._workload.turns}" if lap > 0 else "memory"
                 self._progress(f"{self._workload.name}: {text}", done / len(self._workload.laps))
                 self._begin(name, lap)
                 for _ in range(self._workload.warm_up):
@@ -213,7 +218,7 @@ class Turns:
             self._close(name, self._workload.turns)
 
     def _timed(self, name: str, steps: int, lap: int) -> Iterator[None]:
-        alone = lap == 0 or self._workload.fresh
+        alone = lap <= 0 or self._workload.fresh
         self._flush()
         if alone:
             self._memory.reset()
@@ -228,11 +233,11 @@ class Turns:
             self._peaks[name].append(self._now[-1])
             if name != PLAIN and len(self._now) <= len(self._before):
                 self._added[name].append(self._now[-1] - self._before[len(self._now) - 1])
-        if lap:
+        if lap > 0:
             self.steps.append(Step(name, took / steps, trained / steps))
 
     def _begin(self, name: str, lap: int) -> None:
-        if lap == 0 or self._workload.fresh:
+        if lap <= 0 or self._workload.fresh:
             self._memory.trim()
             self._now = []
         if name in self._asleep:
@@ -246,7 +251,7 @@ class Turns:
             self._before = self._now
         if self._session is None:
             return
-        if lap == 0 or self._workload.fresh:
+        if lap <= 0 or self._workload.fresh:
             self._close(name, lap)
             return
         self._session.sleep()
@@ -276,7 +281,7 @@ class Turns:
     def _close(self, name: str, lap: int) -> None:
         self._session.close()
         self._check(name)
-        first = lap == self._workload.laps.start
+        first = lap == self._workload.kept
         if first and self._session.selected:
             counts = self._session.writer.counts.as_dict()
             self._rows[name] = counts["rows_written"] // max(1, counts["steps_written"])

@@ -125,7 +125,7 @@ def test_what_ranks_do_in_turn_depends_on_no_clock(monkeypatch, tmp_path):
 
     slow = script(1000.0)
     assert slow == script(1e-9)
-    assert len(slow) == 2 * (1 + 3)  # a turn for memory and three; no tool at all attaches nothing
+    assert len(slow) == 2 * (3 + 3)  # three turns for memory and three; no tool at all attaches nothing
 
 
 def test_picture_and_table_show_target_and_peer():

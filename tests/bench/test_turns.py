@@ -50,16 +50,16 @@ def test_what_must_be_known_best_has_two_places_in_a_turn(tmp_path):
     some = turns_of(tmp_path, {"a": {}, "b": {}}, twice=("b",))
     assert sorted(some._order(2)) == ["a", "b", "b", PLAIN, PLAIN]
     assert some._order(0) == [PLAIN, "a", PLAIN, "b"]
-    assert some.iterations == 2 + 4 * (1 + 2) + 4 * 5 * (1 + 1)
+    assert some.iterations == 2 + 3 * 4 * (1 + 2) + 4 * 5 * (1 + 1)
     both = [some._order(lap).index("a") for lap in range(1, 13)]
     assert len(set(both)) > 2
 
 
 def test_steps_of_a_job(tmp_path):
-    """Two to begin with; a turn for memory with two steps a variant; the turns, with a step to warm up."""
-    assert turns_of(tmp_path, {"a": {}, "b": {}}).iterations == 2 + 4 * (1 + 2) + 4 * 3 * (1 + 1)
+    """Two to begin with; three turns for memory, two steps a variant and two before it; the turns."""
+    assert turns_of(tmp_path, {"a": {}, "b": {}}).iterations == 2 + 3 * 4 * (1 + 2) + 4 * 3 * (1 + 1)
     assert turns_of(tmp_path, {"a": {}, "b": {}}, fresh=True).iterations == 2 + 4 * 3 * (1 + 1)
-    assert turns_of(tmp_path, {"a": {}, "b": {}}, warm_up=0).iterations == 2 + 4 * 2 + 4 * 3
+    assert turns_of(tmp_path, {"a": {}, "b": {}}, warm_up=0).iterations == 2 + 3 * 4 * 2 + 4 * 3
 
 
 def test_a_machine_that_changes_its_pace_does_not_change_the_figure():
@@ -132,9 +132,9 @@ def test_sessions_sleep_between_their_turns(tmp_path, monkeypatch, fresh):
         some.after_step()
     assert set(there) == {0, 1}
     assert all(session.closed and session.faults == [] for session in made)
-    assert len(made) == (6 if fresh else 4)
+    assert len(made) == (6 if fresh else 2 * (3 + 1))
     seen = [len(session.steps_recorded) for session in made if session.steps_recorded]
-    assert seen == ([2, 2, 2] if fresh else [3, 6])
+    assert seen == ([2, 2, 2] if fresh else [3, 3, 3, 6])
     names = [step.name for step in some.steps]
     idles, plains = (3, 3) if fresh else (6, 6)
     assert {name: names.count(name) for name in set(names)} == {"idle": idles, "L0": 3, PLAIN: plains}
