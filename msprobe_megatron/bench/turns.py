@@ -300,7 +300,8 @@ class Turns:
         for name, peaks in self._peaks.items():
             times = [step.took for step in self.steps if step.name == name]
             found = cost(self.steps, name, PLAIN) if name != PLAIN else Cost(1.0, 1.0, 0.0, 0.0)
-            added, rows = middle(self._added[name] or [0]), self._rows[name]
+            # In a single turn of fresh sessions some may have had no step without the kit before them.
+            added, rows = middle(self._added[name] or [middle(peaks) - memory]), self._rows[name]
             lines.append(
                 Result(
                     f"{self._workload.name}:{name}",

@@ -163,6 +163,14 @@ def test_memory_is_that_of_the_same_step_without_the_kit_just_before(tmp_path, m
     assert [line.extra_bytes for line in some.results()] == [0, 7, 7]
 
 
+def test_memory_that_nothing_stood_before_is_not_left_out(tmp_path):
+    some = turns_of(tmp_path, {"a": {}}, turns=1, fresh=True)
+    assert some._order(1) == ["a", PLAIN]
+    some.steps = [Step("a", 1.5, 1.0), Step(PLAIN, 1.0, 0.8)]
+    some._peaks = {PLAIN: [100], "a": [150]}
+    assert [(line.extra_bytes, line.memory_ratio) for line in some.results()] == [(0, 1.0), (50, 1.5)]
+
+
 def test_a_kit_that_switched_itself_off_gives_no_figure(tmp_path):
     class Off:
         faults, selected, writer = [OSError("no space left")], True, None
