@@ -1,14 +1,14 @@
 """One line at the top of a training script: ``import msprobe_megatron.adaptor``.
 
-Looks at the command line only. Without `--msprobe-config` (or $MSPROBE_CONFIG) nothing else of the kit is imported
-and nothing is patched; `--help` is the exception, so that Megatron's help lists the flags.
+Reads the command line only. Without `--msprobe-config` (or $MSPROBE_CONFIG) nothing else of the kit is imported
+and nothing is patched; `--help` is an exception, so that Megatron's help lists the flags.
 """
 
 import sys
 
-from msprobe_megatron.switch import asked
+from msprobe_megatron.run import requested
 
-if asked(sys.argv[1:]):
-    from msprobe_megatron.arming import arm
+if requested(sys.argv[1:]):
+    from msprobe_megatron.job.session.arming import arm
 
     arm()

@@ -1,5 +1,5 @@
-"""The Megatron monkey patches, installed as ``msprobe_megatron.patches``: one file a target area.
+"""The Megatron monkey patches, installed as ``msprobe_megatron.patches``: one file per area of the host.
 
-Each file declares `PATCHES` (see `msprobe_megatron.patching`): wrappers that tell the session what the host is
-doing and otherwise pass everything through. They know nothing of files, statistics or verdicts.
+A file declares `PATCHES` (see `msprobe_megatron.job.patching.patch_set`): wrappers that notify the session of what the
+host does and otherwise pass everything through. They know nothing of files, statistics or verdicts.
 """

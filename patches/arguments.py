@@ -1,7 +1,7 @@
 """megatron.training.arguments: the kit's flags in Megatron's own parser, so that `--help` lists them.
 
 `parse_args(extra_args_provider, ignore_unknown_args)` is the one signature that never moved from 0.6 to main.
-The values are not taken from here: `--yaml-cfg` replaces Megatron's namespace, so the kit reads its own copy.
+The values are not read from Megatron's namespace, which `--yaml-cfg` replaces: the kit parses its flags itself.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from msprobe_megatron.arguments import add_arguments
-from msprobe_megatron.patching import Patch
+from msprobe_megatron.config.flags import add_arguments
+from msprobe_megatron.job.patching.patch_set import Patch
 
 
 def _parse_args(original: Callable[..., Any], events: Any) -> Callable[..., Any]:

@@ -1,21 +1,25 @@
 """torch.distributed: collectives, sends and receives, at the methods of the process group that do them.
 
 Megatron binds functions of torch.distributed to names of its own when it is imported, and torch compares `P2POp.op`
-with `isend` and `irecv` by identity; the methods of `ProcessGroup` lie below all of them. What was asked for is
-complete when `Work.wait` returns. The wrappers hand everything on as it is, and what comes back too.
+with `isend` and `irecv` by identity; the methods of `ProcessGroup` lie below all of them. A result is complete when
+`Work.wait` returns. The wrappers pass arguments and results through unchanged.
+
+A class of Python that is derived from either (fault tolerance, tests) may override these methods: `overrides` are the
+same patches for the classes that do. What such a method calls of other groups is part of its work, and not reported.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, NamedTuple
+from types import FrameType, FunctionType
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from msprobe_megatron.patching import Patch, Wrap
-from msprobe_megatron.sites.exchanges import Exchange
+from msprobe_megatron.job.patching.patch_set import Patch, Wrap
+from msprobe_megatron.job.sites.comm.bus import Exchange, derived_classes
 
 _C10D = "torch.distributed.distributed_c10d"
 _FIRST, _SECOND = 0, 1
@@ -35,7 +39,7 @@ class _Method(NamedTuple):
     one: str = ""
 
 
-# Names of several releases: a method that is not there is a line in the ledger.
+# Names of several releases: one that this torch does not have is a line in the ledger.
 _METHODS = (
     _Method("allreduce", "all_reduce", _FIRST, _FIRST, 1),
     _Method("allreduce_coalesced", "all_reduce", _FIRST, _FIRST, 1),
@@ -80,7 +84,7 @@ def _tensors(args: tuple[Any, ...], index: int | None) -> list[torch.Tensor]:
     return found
 
 
-def _collective(method: _Method) -> Wrap:
+def _collective(method: _Method, *, override: bool = False) -> Wrap:
     def read(group: Any, args: tuple[Any, ...]) -> Exchange:
         given = args[method.options] if method.options is not None and method.options < len(args) else None
         root = getattr(given, "rootRank", None) if method.one else None
@@ -100,20 +104,20 @@ def _collective(method: _Method) -> Wrap:
             asynchronous=getattr(given, "asyncOp", None),
         )
 
-    return _wrapper(read)
+    return _wrapper(read, override)
 
 
-def _point_to_point(method: _Method) -> Wrap:
+def _point_to_point(method: _Method, *, override: bool = False) -> Wrap:
     def read(group: Any, args: tuple[Any, ...]) -> Exchange:
         peer = None if method.name == "recv_anysource" else args[1]
         sources, targets = _tensors(args, method.sources), _tensors(args, method.targets)
         return Exchange(method.op, group, sources, targets, peer, asynchronous=not _in_blocking_call())
 
-    return _wrapper(read)
+    return _wrapper(read, override)
 
 
 def _in_blocking_call() -> bool:
-    """Whether `send` or `recv` of torch.distributed wants it: they call `isend` and `irecv`, which have no options."""
+    """Whether the caller is `send` or `recv`, which call `isend` and `irecv`; those have no options to tell by."""
     frame: FrameType | None = sys._getframe(4)
     for _ in range(5):
         if frame is None:
@@ -124,11 +128,33 @@ def _in_blocking_call() -> bool:
     return False
 
 
-def _wrapper(read: Callable[[Any, tuple[Any, ...]], Exchange]) -> Wrap:
+class _Busy(threading.local):
+    """Groups whose method is running in this thread: one method of torch may call another to do the same exchange."""
+
+    def __init__(self) -> None:
+        self.groups: set[int] = set()
+        self.overrides = 0
+        """How many methods of classes of Python are running: what they call is part of their exchange."""
+
+
+def _wrapper(read: Callable[[Any, tuple[Any, ...]], Exchange], override: bool = False) -> Wrap:
     def wrap(original: Callable[..., Any], events: Any) -> Callable[..., Any]:
+        busy = _BUSY
+
         def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            key = id(group)
+            if busy.overrides or key in busy.groups:
+                if not override:
+                    _not_an_override(group, original)
+                return original(group, *args, **kwargs)
             exchange = events.begin(read, group, (*args, *kwargs.values()))
-            work = original(group, *args, **kwargs)
+            busy.groups.add(key)
+            busy.overrides += override
+            try:
+                work = original(group, *args, **kwargs)
+            finally:
+                busy.groups.discard(key)
+                busy.overrides -= override
             if exchange is not None:
                 events.called(exchange, work)
             return work
@@ -136,6 +162,37 @@ def _wrapper(read: Callable[[Any, tuple[Any, ...]], Exchange]) -> Wrap:
         return method
 
     return wrap
+
+
+_BUSY = _Busy()
+# Where C++ finds no override of a method's newer name it looks for one of these.
+_OLDER_NAMES = ("allgather_into_tensor_coalesced", "alltoall_base", "reduce_scatter_tensor_coalesced")
+
+
+def _not_an_override(group: Any, original: Callable[..., Any]) -> None:
+    """Show C++ the method of torch where a group of Python has inherited the wrapper of an older name.
+
+    The two names' wrappers would otherwise find each other for ever. The newer one sees the exchange.
+    """
+    name, kind = original.__name__, type(group)
+    own = kind.__mro__[: kind.__mro__.index(torch.distributed.ProcessGroup)]
+    if own and name in _OLDER_NAMES and not any(name in vars(each) for each in own):
+        setattr(kind, name, original)
+
+
+def _as_method(name: str, wrap: Wrap) -> Wrap:
+    """Give the wrapper the method's own name, by which pybind11 knows that an override is calling its base.
+
+    A group or handle that is a class of Python finds the wrapper when C++ looks for an override of the method. Under
+    another name it would be called for ever by what it calls.
+    """
+
+    def named(original: Callable[..., Any], events: Any) -> Callable[..., Any]:
+        wrapper: Any = wrap(original, events)
+        wrapper.__code__ = wrapper.__code__.replace(co_name=name)
+        return cast("Callable[..., Any]", wrapper)
+
+    return named
 
 
 def _waiting(original: Callable[..., Any], events: Any) -> Callable[..., Any]:
@@ -166,14 +223,42 @@ def _end_coalescing(original: Callable[..., Any], events: Any) -> Callable[..., 
 
 
 def _patch(owner: str, name: str, wrap: Wrap, why: str) -> Patch:
-    return Patch(f"distributed.{owner}.{name}", (f"{_C10D}:{owner}.{name}",), wrap, phase="communication", why=why)
+    targets = (f"{_C10D}:{owner}.{name}",)
+    return Patch(f"distributed.{owner}.{name}", targets, _as_method(name, wrap), phase="communication", why=why)
 
 
 PATCHES = [
-    *(_patch("ProcessGroup", m.name, _collective(m), "what a collective gives and gets") for m in _METHODS),
-    *(_patch("ProcessGroup", m.name, _point_to_point(m), "what is sent and received") for m in _POINT_TO_POINT),
-    _patch("ProcessGroup", "_start_coalescing", _start_coalescing, "several exchanges share a handle"),
-    _patch("ProcessGroup", "_end_coalescing", _end_coalescing, "the handle that they share"),
-    _patch("Work", "wait", _waiting, "a result is complete when it has been waited for"),
-    _patch("Work", "synchronize", _waiting, "waits too"),
+    *(_patch("ProcessGroup", m.name, _collective(m), "inputs and outputs of a collective") for m in _METHODS),
+    *(
+        _patch("ProcessGroup", m.name, _point_to_point(m), "tensors that are sent and received")
+        for m in _POINT_TO_POINT
+    ),
+    _patch("ProcessGroup", "_start_coalescing", _start_coalescing, "several exchanges share one handle"),
+    _patch("ProcessGroup", "_end_coalescing", _end_coalescing, "the shared handle"),
+    _patch("Work", "wait", _waiting, "a result is complete after wait"),
+    _patch("Work", "synchronize", _waiting, "as wait"),
 ]
+
+
+def overrides() -> list[Patch]:
+    """The same for what classes of Python override, of those that there are now."""
+    wraps: dict[str, tuple[Wrap, str]] = {
+        **{m.name: (_collective(m, override=True), "inputs and outputs of a collective") for m in _METHODS},
+        **{m.name: (_point_to_point(m, override=True), "tensors sent and received") for m in _POINT_TO_POINT},
+        "_start_coalescing": (_start_coalescing, "several exchanges share one handle"),
+        "_end_coalescing": (_end_coalescing, "the shared handle"),
+    }
+    waits: dict[str, tuple[Wrap, str]] = {
+        "wait": (_waiting, "a result is complete after wait"),
+        "synchronize": (_waiting, "as wait"),
+    }
+    found = []
+    for kind in derived_classes():
+        known = wraps if issubclass(kind, torch.distributed.ProcessGroup) else waits
+        own = [name for name in known if isinstance(vars(kind).get(name), FunctionType)]
+        for name in own:
+            target = f"{kind.__module__}:{kind.__qualname__}.{name}"
+            wrap = _as_method(name, known[name][0])
+            id_ = f"distributed.{kind.__qualname__}.{name}"
+            found.append(Patch(id_, (target,), wrap, "communication", f"{known[name][1]}, overridden", owner=kind))
+    return found

@@ -1,9 +1,9 @@
-"""Functions and methods of Megatron that are no API of torch: at L1 they appear under their own names.
+"""Functions and methods of Megatron that are not torch API: at L1 they appear under their own names.
 
-Every `autograd.Function` (tensor-parallel mappings, cross entropy, fused softmax, router gating) is seen where it is
-applied. Here is the rest: what binds `apply` to a name when it is imported, what is compiled as one piece, what only
-arranges other calls and is still worth a name (rotary embedding, permutation, dispatch and combination of experts'
-tokens). Functions that Megatron compares by identity (activations) are left alone.
+Every `autograd.Function` (tensor-parallel mappings, cross entropy, fused softmax, router gating) is observed where it
+is applied. This file lists the rest: functions that bind `apply` to a name at import, that are compiled as a whole, or
+that only combine other calls but deserve a name (rotary embedding, permutation, dispatch and combination of experts'
+tokens). Functions that Megatron compares by identity (activations) are not patched.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from msprobe_megatron.patching import Patch, Wrap
+from msprobe_megatron.job.patching.patch_set import Patch, Wrap
 
 _FUNCTIONS = {
     "megatron.core.fusions.fused_bias_gelu": ("bias_gelu_impl",),
@@ -21,17 +21,26 @@ _FUNCTIONS = {
     "megatron.core.fusions.fused_bias_dropout": ("bias_dropout_add_fused_train",),
     "megatron.core.models.common.embeddings.rope_utils": ("apply_rotary_pos_emb",),
     "megatron.core.transformer.moe.moe_utils": (
-        *("permute", "unpermute", "sort_chunks_by_idxs"),
-        *("topk_routing_with_score_function", "topk_softmax_with_capacity"),
+        "permute",
+        "unpermute",
+        "sort_chunks_by_idxs",
+        "topk_routing_with_score_function",
+        "topk_softmax_with_capacity",
     ),
 }
 _DISPATCH = "megatron.core.transformer.moe.token_dispatcher"
 _DISPATCHERS = ("MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher", "MoEFlexTokenDispatcher")
-# The two names of older releases, and the six of newer ones.
 _STAGES = (
-    *("token_permutation", "token_unpermutation"),
-    *("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"),
-    *("combine_preprocess", "token_combine", "combine_postprocess"),
+    # Older releases.
+    "token_permutation",
+    "token_unpermutation",
+    # Newer ones.
+    "dispatch_preprocess",
+    "token_dispatch",
+    "dispatch_postprocess",
+    "combine_preprocess",
+    "token_combine",
+    "combine_postprocess",
 )
 
 
@@ -52,6 +61,5 @@ _TARGETS = (
     *(f"{_DISPATCH}:{dispatcher}.{stage}" for dispatcher in _DISPATCHERS for stage in _STAGES),
 )
 PATCHES = [
-    Patch(f"named_calls.{t}", (t,), _named(t), phase="calls", why="a call with a name of its own at L1", sweep=True)
-    for t in _TARGETS
+    Patch(f"named_calls.{t}", (t,), _named(t), phase="calls", why="a named call at L1", sweep=True) for t in _TARGETS
 ]

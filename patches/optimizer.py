@@ -12,50 +12,33 @@ from typing import Any
 
 import torch
 
-from msprobe_megatron.patching import Patch
-
-PATCHES: list[Patch] = []
+from msprobe_megatron.job.patching.attributes import add_wrapper, remove_wrapper
 
 
 def wrap_step(optimizer: Any, session: Any) -> Callable[[], None]:
-    """Tell `session` of the beginning and the end of every `optimizer.step()`; returns the way back.
-
-    Example::
-
-        undo = wrap_step(optimizer, session)
-        ...
-        undo()
-    """
+    """Notify `session` before and after every `optimizer.step()`; returns a function that undoes it."""
     if isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return _hook_step(optimizer, session)
-    own = "step" in vars(optimizer)
-    original = optimizer.step
 
-    @functools.wraps(original)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        session.optimizer_begin()
-        result = None
-        try:
-            result = original(*args, **kwargs)
-        finally:
-            session.optimizer_end(result)
-        return result
+    def notifying(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            session.optimizer_begin()
+            result = None
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                session.optimizer_end(result)
+            return result
 
-    optimizer.step = step
+        return step
 
-    def undo() -> None:
-        if vars(optimizer).get("step") is not step:
-            return
-        if own:
-            optimizer.step = original
-        else:
-            del optimizer.step
-
-    return undo
+    add_wrapper(optimizer, "step", notifying)
+    return lambda: remove_wrapper(optimizer, "step", notifying)
 
 
 def _hook_step(optimizer: torch.optim.Optimizer, session: Any) -> Callable[[], None]:
-    """Use the hooks of torch's own optimizers: schedulers of torch refuse a `step` that is no bound method."""
+    """Use the hooks of torch's own optimizers: torch's schedulers reject a `step` that is no bound method."""
 
     def before(*args: Any) -> None:
         session.optimizer_begin()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from msprobe_megatron.patching import Patch
+from msprobe_megatron.job.patching.patch_set import Patch
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 
@@ -44,14 +44,14 @@ PATCHES = [
         (f"{_RANDOM}:CheckpointFunction.forward",),
         _remember,
         phase="recording",
-        why="remembers the microbatch that a recomputation will repeat",
+        why="keeps the microbatch for its recomputation",
     ),
     Patch(
         "recompute.CheckpointFunction.backward",
         (f"{_RANDOM}:CheckpointFunction.backward",),
         _repeat,
         phase="recording",
-        why="a forward inside backward is phase recompute, of its own microbatch",
+        why="a forward inside backward is phase recompute of its own microbatch",
     ),
     Patch(
         "recompute.CheckpointWithoutOutputFunction.forward",

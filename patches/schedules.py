@@ -1,8 +1,8 @@
 """megatron.core.pipeline_parallel.schedules: where a step begins and which microbatch runs.
 
-`get_forward_backward_func` returns these module globals at call time, so every consumer of megatron-core is seen,
+`get_forward_backward_func` returns these module globals at call time, so every user of megatron-core is covered,
 however it imported the getter. `forward_step` gives microbatch and virtual stage; its parameters were reordered
-over the releases, so they are found by name in the signature of whatever is installed.
+between releases, so they are looked up by name in the installed signature.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from msprobe_megatron.patching import Patch, PatchError, host_version
+from msprobe_megatron.job.patching.attributes import PatchError
+from msprobe_megatron.job.patching.patch_set import Patch, host_version
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
@@ -20,9 +21,12 @@ def _schedule(original: Callable[..., Any], events: Any) -> Callable[..., Any]:
     def forward_backward(*args: Any, **kwargs: Any) -> Any:
         # Every schedule takes keyword arguments only, in every release.
         session = events.session_of(kwargs.get("model"))
-        # Inside already: others wrapped this function without a trace, and it was bound once more on top of them.
-        if session is None or session.in_schedule or kwargs.get("forward_only"):
+        # Already inside: other code wrapped this function without `functools.wraps`, and it was patched again on top.
+        if session is None or session.in_schedule:
             return original(*args, **kwargs)
+        if bool(kwargs.get("forward_only")) != session.forward_only:
+            with session.other_schedule():
+                return original(*args, **kwargs)
         session.schedule_begin(original.__name__, kwargs.get("num_microbatches"))
         try:
             return original(*args, **kwargs)
@@ -41,7 +45,7 @@ def _forward_step(original: Callable[..., Any], events: Any) -> Callable[..., An
         if name not in names:
             raise PatchError(
                 f"schedules.forward_step of megatron-core {host_version()} has no parameter {name!r}: this release"
-                " is not known to the kit"
+                " is not supported"
             )
     model_at, store_at = names.index("model"), names.index("forward_data_store")
     microbatch_at = names.index("current_microbatch") if "current_microbatch" in names else -1
@@ -71,7 +75,7 @@ PATCHES = [
             (f"{_SCHEDULES}:{name}",),
             _schedule,
             phase="functions",
-            why="a step begins with a schedule that is not forward_only",
+            why="a step begins with a schedule: one that trains, or with `forward_only` one that does not",
             required=True,
         )
         for name in (

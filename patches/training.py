@@ -1,8 +1,8 @@
-"""megatron.training.training: the moment when model and optimizer exist.
+"""megatron.training.training: where model and optimizer are created.
 
-On entry to `setup_model_and_optimizer` everybody else (ModelLink, MindSpeed) has patched; on return the chunks and
-the outermost optimizer are known and no step has run. Scripts on megatron-core alone pass through
-`get_megatron_optimizer`, which is given the chunks and returns the optimizer.
+On entry to `setup_model_and_optimizer` all other frameworks (ModelLink, MindSpeed) have applied their patches; on
+return the chunks and the outermost optimizer exist and no step has run. Scripts on megatron-core alone call
+`get_megatron_optimizer`, which takes the chunks and returns the optimizer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from msprobe_megatron.patching import Patch
+from msprobe_megatron.job.patching.patch_set import Patch
 
 
 def _setup(original: Callable[..., Any], events: Any) -> Callable[..., Any]:

@@ -4,7 +4,7 @@
 #   bash scripts/bench_peer.sh [--quick | --turns N] [--again] [DIRECTORY] [WHAT...]
 #
 # DIRECTORY (default: bench_out) keeps the tables, pictures and the two environments of the peer, which see the torch of
-# this one. WHAT is a choice: dump layers volume perturb monitor counts scaling compare, or a part such as dump:h64.
+# this one. WHAT is a choice: dump layers volume perturb monitor counts device scaling compare, or a part such as dump:h64.
 # About forty minutes on 2 cores; leave the machine alone meanwhile. Interrupted, the same command goes on where it was:
 # what has its table in DIRECTORY is not measured a second time, unless --again is given.
 # --turns N measures with N turns, --quick with one: to see that all works. Their document is DIRECTORY/BENCHMARKS.md.
@@ -17,7 +17,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 # Part, and its seconds on two cores.
 parts=(
     dump:h64 270 dump:h1024 650 layers 290 volume 100 perturb:h64 200 perturb:h512 330 perturb@all 80
-    monitor:h64 190 monitor:h1024 450 monitor:tp2 120 counts 20 scaling 40 compare 120
+    monitor:h64 190 monitor:h1024 450 monitor:tp2 120 counts 20 device 90 scaling 40 compare 120
 )
 usage() {
     sed -n '4,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
@@ -41,7 +41,7 @@ done
 case $turns in *[!0-9]* | 0) usage ;; esac
 out=${words[0]:-bench_out}
 wanted=("${words[@]:1}")
-if [ "${#wanted[@]}" -eq 0 ]; then wanted=(dump layers volume perturb monitor counts scaling compare); fi
+if [ "${#wanted[@]}" -eq 0 ]; then wanted=(dump layers volume perturb monitor counts device scaling compare); fi
 
 chosen=() seconds=()
 for word in "${wanted[@]}"; do
@@ -115,7 +115,7 @@ for ((i = 0; i < ${#chosen[@]}; i++)); do
         *@*) options+=(--model "${part#*@}") ;;
     esac
     case $part in
-        dump* | monitor:h*) peer 26.2.0 ;;
+        dump* | device | monitor:h*) peer 26.2.0 ;;
         perturb:*) peer 8.3.3 ;;
         *) found='' ;;
     esac
@@ -135,7 +135,7 @@ if [ -n "$turns" ]; then document=$out/BENCHMARKS.md; fi
 for ((i = 0; i < ${#parts[@]}; i += 2)); do
     if [ ! -s "$out/${parts[i]//[:@]/_}.json" ]; then document=$out/BENCHMARKS.md; fi
 done
-"$python" -m msprobe_megatron.bench.document "$out" >"$out/document.new"
+"$python" -m tools.bench.document "$out" >"$out/document.new"
 mv -- "$out/document.new" "$document"
 echo "$document written" >&2
 if [ "${#failed[@]}" -gt 0 ]; then

@@ -16,9 +16,9 @@ rounds=0
 inputs=0
 while [ "$SECONDS" -lt "$end" ]; do
     log=$(mktemp)
-    # 250 examples a test stand in tests/config/test_config_fuzz.py.
+    # 250 examples a test stand in tests/unit/config/test_fuzz.py.
     if ! MSPROBE_FUZZ_SEED=$seed MSPROBE_FUZZ_CASES=$cases "$MSPROBE_PYTHON" -m pytest -q -m "trust or not trust" \
-        --hypothesis-seed="$seed" -s tests/trust/test_untrusted_*.py tests/config/test_config_fuzz.py \
+        --hypothesis-seed="$seed" -s tests/trust/test_untrusted_*.py tests/unit/config/test_fuzz.py \
         >"$log" 2>&1; then
         cat "$log"
         echo "failed with seed $seed after $inputs inputs"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.summary import summarise
-from msprobe_megatron.report.terminal import print_summary
+from msprobe_megatron.analysis.diagnose.summary import summarise
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.report.terminal.tables import print_summary
 
 
 def main(run: str, folder: str) -> None:

@@ -9,5 +9,5 @@ source scripts/setup_env.sh
 setup_env dev
 setup_processes
 export MSPROBE_KILLS=${MSPROBE_KILLS:-200} MSPROBE_SOAK_STEPS=${MSPROBE_SOAK_STEPS:-2000}
-"$MSPROBE_PYTHON" -m pytest -s -m trust tests/trust "$@"
-exec "$MSPROBE_PYTHON" -m pytest -s tests/hosts/test_unit_tests.py
+"$MSPROBE_PYTHON" -m pytest -s -m trust tests/jobs/trust "$@"
+exec "$MSPROBE_PYTHON" -m pytest -s tests/jobs/hosts/test_unit_tests.py

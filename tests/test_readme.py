@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from msprobe_megatron.commands import COMMANDS
+from msprobe_megatron.cli.commands import COMMANDS
 from msprobe_megatron.config import load
-from msprobe_megatron.config.schema import SECTIONS
+from msprobe_megatron.config.sections.top import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

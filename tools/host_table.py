@@ -1,11 +1,11 @@
 """The table of hosts: runs the tests of each host and writes what they found, here and nowhere else.
 
-    python scripts/host_table.py megatron-lm ~/Megatron-LM ~/Megatron-LM-0.12     pretrain_gpt.py of these checkouts
-    python scripts/host_table.py megatron-core 0.12.3 0.16.1                      wheels (scripts/test_matrix.sh)
-    python scripts/host_table.py modellink ~/ModelLink                            also mindspeed-llm, mindspeed
-    python scripts/host_table.py others                                           all hosts that need no checkout
-    python scripts/host_table.py --readme                                         print the README's rows
-    python scripts/host_table.py --check                                          do page and README agree
+    python tools/host_table.py megatron-lm ~/Megatron-LM ~/Megatron-LM-0.12     pretrain_gpt.py of these checkouts
+    python tools/host_table.py megatron-core 0.12.3 0.16.1                      wheels (scripts/test_matrix.sh)
+    python tools/host_table.py modellink ~/ModelLink                            also mindspeed-llm, mindspeed
+    python tools/host_table.py others                                           all hosts that need no checkout
+    python tools/host_table.py --readme                                         print the README's rows
+    python tools/host_table.py --check                                          do page and README agree
 
 Each writes its rows of docs/hosts/table.md; the others stay. The README's rows are those rows put together by host.
 Packages that some releases import can be put before the environment's by PYTHONPATH. Exit code 1 if a host fails.
@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, README = ROOT / "docs/hosts/table.md", ROOT / "README.md"
-BEGIN, END = "<!-- rows of scripts/host_table.py -->", "<!-- end of rows -->"
+BEGIN, END = "<!-- rows of tools/host_table.py -->", "<!-- end of rows -->"
 COLUMNS = ("host", "release", "commit", "Python", "what was run", "state", "tests")
 README_COLUMNS = ("host", "releases", "what was run", "state", "tests", "page")
 
@@ -46,13 +46,13 @@ class Host:
     without: str = "stand-in"  # what the release is called where the package is not installed
 
 
-_FRAMEWORKS, _OVERLAYS = "tests/integrations/test_frameworks.py", "tests/recipes/test_overlays.py"
-_BOTH = (_FRAMEWORKS, "tests/hosts/test_installed_frameworks.py", "-k")
+_FRAMEWORKS, _OVERLAYS = "tests/jobs/integrations/test_frameworks.py", "tests/unit/hosts/launching/test_overlays.py"
+_BOTH = (_FRAMEWORKS, "tests/jobs/hosts/test_installed_frameworks.py", "-k")
 HOSTS = {
     "megatron-lm": Host(
         "Megatron-LM",
         "megatron_lm.md",
-        ("tests/hosts/test_megatron_lm.py", "tests/hosts/test_source_patches.py"),
+        ("tests/jobs/hosts/test_megatron_lm.py", "tests/jobs/hosts/test_source_patches.py"),
         {
             "`-m msprobe_megatron.run`": "test_loss_and_gradient_norm",
             "one-line import": "test_one_line_in_the_script",
@@ -69,7 +69,7 @@ HOSTS = {
     "modellink": Host(
         "ModelLink",
         "modellink.md",
-        ("tests/hosts/test_modellink.py", f"{_OVERLAYS}::test_overlays_fit_the_recipes_of_a_checkout"),
+        ("tests/jobs/hosts/test_modellink.py", f"{_OVERLAYS}::test_overlays_fit_the_recipes_of_a_checkout"),
         {
             "recipes, stub launcher": "test_an_unedited_recipe",
             "overlays fit": "test_overlays_fit",
@@ -81,28 +81,28 @@ HOSTS = {
     "mindspeed-llm": Host(
         "MindSpeed-LLM",
         "mindspeed_llm.md",
-        ("tests/hosts/test_mindspeed_llm.py",),
+        ("tests/jobs/hosts/test_mindspeed_llm.py",),
         {"recipes, stub launcher": "test_an_unedited_recipe", "rehearsed recipes": "test_training"},
         variable="MINDSPEED_LLM_PATH",
     ),
     "mindspeed": Host(
         "MindSpeed",
         "mindspeed_llm.md",
-        ("tests/hosts/test_patch_managers.py::test_mindspeeds_own",),
+        ("tests/jobs/hosts/test_patch_managers.py::test_mindspeeds_own",),
         {"its patch manager, both orders": "test_mindspeeds_own"},
         variable="MINDSPEED_PATH",
     ),
     "torch": Host(
         "plain torch, DDP, FSDP2",
         "plain_torch.md",
-        ("tests/integrations/test_plain_torch.py", "tests/integrations/test_debugger.py"),
+        ("tests/jobs/integrations/test_plain_torch.py", "tests/jobs/integrations/test_debugger.py"),
         {"one process": "test_rows_of_a_loop", "DDP": "test_two_ranks[ddp", "FSDP2": "test_two_ranks[fsdp"},
         package="torch",
     ),
     "examples": Host(
         "ResNet, YOLO, DiT examples",
         "plain_torch.md",
-        ("tests/integrations/test_examples.py",),
+        ("tests/jobs/integrations/test_examples.py",),
         {"two-rank DDP": "test_example"},
         package="torch",
     ),

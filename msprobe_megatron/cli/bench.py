@@ -12,26 +12,27 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from msprobe_megatron.commands import CANNOT, OK
+from msprobe_megatron.cli.commands import CANNOT, OK
 
 if TYPE_CHECKING:
-    from msprobe_megatron.bench.options import Bench, Options
+    from msprobe_megatron.lab.bench.options import Bench, Options
 
 HELP = "what the kit costs on this machine: CPU time of a training step with it over without it"
 EXAMPLE = "msprobe-megatron bench dump --only h64 --out bench_out"
 # What can be measured, and the module that does it (see bench/options.py).
 BENCHES = {
-    "dump": "msprobe_megatron.bench.dump",
-    "compare": "msprobe_megatron.bench.compare",
-    "counts": "msprobe_megatron.bench.counts",
-    "monitor": "msprobe_megatron.bench.monitor",
-    "perturb": "msprobe_megatron.bench.perturb",
-    "scaling": "msprobe_megatron.bench.scaling",
-    "volume": "msprobe_megatron.bench.volume",
-    "layers": "msprobe_megatron.bench.layers",
+    "dump": "msprobe_megatron.lab.bench.tables.dump",
+    "compare": "msprobe_megatron.lab.bench.tables.compare",
+    "counts": "msprobe_megatron.lab.bench.tables.counts",
+    "monitor": "msprobe_megatron.lab.bench.tables.monitor",
+    "perturb": "msprobe_megatron.lab.bench.tables.perturb",
+    "scaling": "msprobe_megatron.lab.bench.tables.scaling",
+    "volume": "msprobe_megatron.lab.bench.tables.volume",
+    "layers": "msprobe_megatron.lab.bench.tables.layers",
+    "device": "msprobe_megatron.lab.bench.tables.device",
 }
 # These have one model of their own.
-_NO_MODEL = ("compare", "counts", "layers")
+_NO_MODEL = ("compare", "counts", "layers", "device")
 # Every line has these, empty where they have no meaning for it.
 KEYS = ("name", "ratio", "median_s", "spread", "peak_bytes", "bytes", "files")
 
@@ -60,10 +61,10 @@ def _count(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from msprobe_megatron.bench.options import Options
-    from msprobe_megatron.bench.peer.columns import check_peer
-    from msprobe_megatron.report.bar import Bar
-    from msprobe_megatron.report.bench import print_costs, write_costs
+    from msprobe_megatron.lab.bench.options import Options
+    from msprobe_megatron.lab.bench.peer.columns import check_peer
+    from msprobe_megatron.report.terminal.bar import Bar
+    from msprobe_megatron.report.terminal.bench import print_costs, write_costs
 
     if arguments.model and arguments.what in _NO_MODEL:
         print(
@@ -101,8 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace, options: Options, peer: str | None) -> dict[str, Any]:
-    from msprobe_megatron.bench.machine import machine
-    from msprobe_megatron.bench.profile import profiles
+    from msprobe_megatron.lab.bench.clockwork.machine import machine
+    from msprobe_megatron.lab.bench.profiles.profile import profiles
 
     chosen = cast("Bench", importlib.import_module(BENCHES[arguments.what]))
     results = [{**dict.fromkeys(KEYS), **line} for line in chosen.bench(options)]

@@ -1,51 +1,84 @@
-"""`msprobe-megatron compare`: are two runs the same computation, and if not, where did it first go wrong."""
+"""`msprobe-megatron compare`: do two runs agree, and if not, where did they first diverge."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from msprobe_megatron.commands import CANNOT, FOUND, OK
+from msprobe_megatron.cli.commands import CANNOT, FOUND, OK
 
-HELP = "compare two runs of any two layouts: agree, or where they first diverged"
+if TYPE_CHECKING:
+    from msprobe_megatron.analysis.compare.compare import Comparison
+
+HELP = "compare runs of any layouts with a golden one: agree, or where they first diverged"
 EXAMPLE = "msprobe-megatron compare one_card tp2_pp2 --step 10"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
-    parser.add_argument("golden", metavar="GOLDEN", help="run directory that is taken to be right")
-    parser.add_argument("path", metavar="RUN", help="run directory to compare with it")
+    parser.add_argument("golden", metavar="GOLDEN", help="run directory of the reference run")
+    parser.add_argument("paths", metavar="RUN", nargs="+", help="run directories to compare with it, each by itself")
     parser.add_argument("--step", type=int, default=None, help="only this step (default: all that both recorded)")
-    parser.add_argument("--noise", metavar="RUN2", help="a repetition of GOLDEN: its distance raises the tolerance")
-    parser.add_argument("--specs", metavar="FILE", help="shards: how tensors lie over ranks, over what was recorded")
-    parser.add_argument("--no-tensors", action="store_true", help="leave saved tensors unread: rows only, quicker")
+    parser.add_argument(
+        "--noise",
+        metavar="RUN2",
+        help="a repetition of GOLDEN; its distance raises the tolerance, and if it is 0, bits decide",
+    )
+    parser.add_argument(
+        "--specs", metavar="FILE", help="file with a shards section; overrides the recorded shard specs"
+    )
+    parser.add_argument(
+        "--map",
+        metavar="MAP",
+        help="names of another implementation: hf:llama …, or a YAML file; found by itself for classes that are known",
+    )
+    parser.add_argument(
+        "--no-tensors", action="store_true", help="compare statistics only, skip saved tensors (faster)"
+    )
     parser.add_argument("--out", metavar="DIR", help="write compare.json and compare.parquet (every tensor) there")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
-    from msprobe_megatron.analyse.compare import compare
-    from msprobe_megatron.analyse.load import open_run
-    from msprobe_megatron.config.shards import load_shards
-    from msprobe_megatron.record.directory import RunDirectory
-    from msprobe_megatron.report.terminal_compare import print_comparison
+    """Do it; returns the exit code, the worst of several runs."""
+    from msprobe_megatron.analysis.align.align import compare_aligned
+    from msprobe_megatron.analysis.load.run import open_run
+    from msprobe_megatron.config.sections.shards import load_shards
+    from msprobe_megatron.report.terminal.compare import print_comparison, print_comparisons
 
     rules = load_shards(arguments.specs) if arguments.specs else ()
     noise = open_run(arguments.noise, rules) if arguments.noise else None
-    golden, path = open_run(arguments.golden, rules), open_run(arguments.path, rules)
+    golden = open_run(arguments.golden, rules)
     progress = _progress if sys.stderr.isatty() else None
-    result = compare(golden, path, arguments.step, noise, progress, tensors=not arguments.no_tensors)
-    if arguments.out:
-        directory = RunDirectory.create(arguments.out)
-        directory.write_json("compare.json", result.as_dict())
-        if result.table is not None:
-            directory.write_table("compare.parquet", result.table)
+    results = []
+    for place, path in enumerate(arguments.paths):
+        other = open_run(path, rules)
+        result = compare_aligned(
+            golden, other, arguments.map, arguments.step, noise, progress=progress, tensors=not arguments.no_tensors
+        )
+        results.append(result)
+        if arguments.out:
+            several = len(arguments.paths) > 1
+            _write(results[-1], Path(arguments.out) / f"{place}_{Path(path).name}" if several else Path(arguments.out))
     if arguments.json:
-        print(json.dumps(result.as_dict()))
+        found = [result.as_dict() for result in results]
+        print(json.dumps(found[0] if len(found) == 1 else {"golden": arguments.golden, "results": found}))
+    elif len(results) == 1:
+        print_comparison(results[0])
     else:
-        print_comparison(result)
-    return {"agree": OK, "diverged": FOUND}.get(result.verdict, CANNOT)
+        print_comparisons(results)
+    return max({"agree": OK, "diverged": FOUND}.get(result.verdict, CANNOT) for result in results)
+
+
+def _write(result: Comparison, folder: Path) -> None:
+    from msprobe_megatron.run_directory.directory import RunDirectory
+
+    directory = RunDirectory.create(folder)
+    directory.write_json("compare.json", result.as_dict())
+    if result.table is not None:
+        directory.write_table("compare.parquet", result.table)
 
 
 def _progress(done: int, of: int) -> None:

@@ -17,6 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from msprobe_megatron.demo.showcase import showcase
+    from msprobe_megatron.lab.demo.showcase import showcase
 
     return showcase(arguments.out, arguments.config, arguments.rest, as_json=arguments.json)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from msprobe_megatron.commands import FOUND, OK
+from msprobe_megatron.cli.commands import FOUND, OK
 
 HELP = "what is wrong with one run: first NaN and its source, replicas that differ, skipped steps"
 EXAMPLE = "msprobe-megatron diagnose probe_out"
@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from msprobe_megatron.analyse.diagnose import diagnose
-    from msprobe_megatron.analyse.load import open_run
-    from msprobe_megatron.report.terminal_diagnose import print_diagnosis
+    from msprobe_megatron.analysis.diagnose.diagnose import diagnose
+    from msprobe_megatron.analysis.load.run import open_run
+    from msprobe_megatron.report.terminal.diagnose import print_diagnosis
 
     result = diagnose(open_run(arguments.path), arguments.step)
     if arguments.json:

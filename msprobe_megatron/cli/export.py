@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msprobe_megatron.commands import OK
+from msprobe_megatron.cli.commands import OK
 
 if TYPE_CHECKING:
-    from msprobe_megatron.analyse.load import Run
+    from msprobe_megatron.analysis.load.run import Run
 
-HELP = "write a run for other tools: CSV, TensorBoard, msprobe's dump files, its trend and graph viewers"
+HELP = (
+    "write a run for other tools: CSV, TensorBoard, a Perfetto trace, msprobe's dump files, its trend and graph viewers"
+)
 EXAMPLE = "msprobe-megatron export probe_out --format csv --out tensors.csv"
 FORMATS = {
     "csv": "tensors.csv",
@@ -20,6 +22,7 @@ FORMATS = {
     "monitor-csv": "monitor_output",
     "msprobe": "msprobe_dump",
     "tensorboard": "tensorboard",
+    "trace": "trace.json",
     "trend-db": "msprobe.trend.db",
     "vis-db": "msprobe.vis.db",
 }
@@ -34,15 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="file to write; for tensorboard, msprobe and free_benchmark a directory (default: by format)",
     )
-    parser.add_argument(
-        "--by-rank", action="store_true", help="csv: rows of ranks as they are, shards not put together"
-    )
+    parser.add_argument("--by-rank", action="store_true", help="csv: one row per rank, shards not merged")
     parser.add_argument("--step", type=int, default=None, help="only this step")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from msprobe_megatron.analyse.view_table import open_view
+    from msprobe_megatron.analysis.page.table import open_view
 
     out = Path(arguments.out or FORMATS[arguments.format])
     if arguments.format == "msprobe":
@@ -51,31 +52,33 @@ def run(arguments: argparse.Namespace) -> int:
         return _free_benchmark(arguments, out)
     if arguments.format == "monitor-csv":
         return _monitor_csv(arguments, out)
+    if arguments.format == "trace":
+        return _trace(arguments, out)
     view = open_view(_opened(arguments))
     if arguments.format == "csv":
-        from msprobe_megatron.analyse.view_export import RANK_COLUMNS, WHOLE_COLUMNS, rank_rows, whole_rows
-        from msprobe_megatron.report.csv_table import csv_chunks
-        from msprobe_megatron.report.files import write_chunks
+        from msprobe_megatron.analysis.exports.rows import RANK_COLUMNS, WHOLE_COLUMNS, rank_rows, whole_rows
+        from msprobe_megatron.report.files.csv_table import csv_chunks
+        from msprobe_megatron.report.files.files import write_chunks
 
         columns, rows = (RANK_COLUMNS, rank_rows(view)) if arguments.by_rank else (WHOLE_COLUMNS, whole_rows(view))
         size = write_chunks(out, csv_chunks(columns, rows))
     elif arguments.format == "tensorboard":
-        from msprobe_megatron.analyse.view_export import scalars, started
-        from msprobe_megatron.report.files import write_chunks
-        from msprobe_megatron.report.tensorboard import event_chunks
+        from msprobe_megatron.analysis.exports.rows import scalars, started
+        from msprobe_megatron.report.files.files import write_chunks
+        from msprobe_megatron.run_directory.encoders.tensorboard_events import event_chunks
 
         seconds = started(view)
         out = out / f"events.out.tfevents.{int(seconds)}.msprobe"
         size = write_chunks(out, event_chunks(scalars(view), seconds), make_folder=True)
     elif arguments.format == "trend-db":
-        from msprobe_megatron.analyse.view_trend import trend_rows
-        from msprobe_megatron.report.databases import write_trend
+        from msprobe_megatron.analysis.exports.trend import trend_rows
+        from msprobe_megatron.report.files.databases import write_trend
 
         write_trend(out, trend_rows(view))
         size = out.stat().st_size
     else:
-        from msprobe_megatron.analyse.view_graph import graph_of
-        from msprobe_megatron.report.databases import write_graph
+        from msprobe_megatron.analysis.exports.graph import graph_of
+        from msprobe_megatron.report.files.databases import write_graph
 
         write_graph(out, graph_of(view))
         size = out.stat().st_size
@@ -84,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _opened(arguments: argparse.Namespace) -> Run:
-    from msprobe_megatron.analyse.load import RunError, open_run
+    from msprobe_megatron.analysis.load.run import RunError, open_run
 
     run = open_run(arguments.path)
     if arguments.step is None:
@@ -96,10 +99,10 @@ def _opened(arguments: argparse.Namespace) -> Run:
 
 
 def _free_benchmark(arguments: argparse.Namespace, out: Path) -> int:
-    from msprobe_megatron.analyse.load import open_run
-    from msprobe_megatron.exchange.free_benchmark import COLUMNS, free_benchmark
-    from msprobe_megatron.report.csv_table import csv_chunks
-    from msprobe_megatron.report.files import write_chunks
+    from msprobe_megatron.analysis.load.run import open_run
+    from msprobe_megatron.report.files.csv_table import csv_chunks
+    from msprobe_megatron.report.files.files import write_chunks
+    from msprobe_megatron.report.msprobe.free_benchmark import COLUMNS, free_benchmark
 
     found, files = 0, []
     for path, rows in free_benchmark(open_run(arguments.path), arguments.step):
@@ -109,15 +112,29 @@ def _free_benchmark(arguments: argparse.Namespace, out: Path) -> int:
     if arguments.json:
         print(json.dumps({"folder": str(out), "files": files, "rows": found}))
     else:
-        print(f"{out}: {found} findings in {len(files)} files" if files else "nothing was found; no file is written")
+        print(f"{out}: {found} findings in {len(files)} files" if files else "no findings; no file written")
+    return OK
+
+
+def _trace(arguments: argparse.Namespace, out: Path) -> int:
+    from msprobe_megatron.analysis.exports.trace import trace_events
+    from msprobe_megatron.analysis.load.run import open_run
+    from msprobe_megatron.report.files.files import write_whole
+
+    events = list(trace_events(open_run(arguments.path)))
+    size = write_whole(out, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
+    if arguments.json:
+        print(json.dumps({"file": str(out), "bytes": size, "events": len(events)}))
+    else:
+        print(f"{out} ({size / 1e6:.1f} MB, {len(events)} events); open it with https://ui.perfetto.dev")
     return OK
 
 
 def _monitor_csv(arguments: argparse.Namespace, out: Path) -> int:
-    from msprobe_megatron.analyse.load import open_run
-    from msprobe_megatron.exchange.monitor_csv import monitor_csv
-    from msprobe_megatron.report.csv_table import csv_chunks
-    from msprobe_megatron.report.files import write_chunks
+    from msprobe_megatron.analysis.load.run import open_run
+    from msprobe_megatron.report.files.csv_table import csv_chunks
+    from msprobe_megatron.report.files.files import write_chunks
+    from msprobe_megatron.report.msprobe.monitor_csv import monitor_csv
 
     files, rows = [], 0
     for file in monitor_csv(open_run(arguments.path)):
@@ -133,7 +150,7 @@ def _monitor_csv(arguments: argparse.Namespace, out: Path) -> int:
 
 
 def _msprobe(arguments: argparse.Namespace, out: Path) -> int:
-    from msprobe_megatron.exchange.export import export_msprobe
+    from msprobe_megatron.report.msprobe.export import export_msprobe
 
     folders = export_msprobe(_opened(arguments), out)
     if arguments.json:

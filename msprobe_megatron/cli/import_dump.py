@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from msprobe_megatron.commands import OK
+from msprobe_megatron.cli.commands import OK
 
 HELP = "read a msprobe dump (step*/rank*/dump.json) into a run directory"
 EXAMPLE = "msprobe-megatron import msprobe_out --out imported"
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from msprobe_megatron.exchange.importer import import_msprobe
+    from msprobe_megatron.report.msprobe.importer import import_msprobe
 
     counts = import_msprobe(arguments.path, arguments.out)
     if arguments.json:

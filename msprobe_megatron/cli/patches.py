@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from msprobe_megatron.commands import OK
+from msprobe_megatron.cli.commands import OK
 
 HELP = "list the patches: which bind to the installed Megatron, or what they did in a run"
 EXAMPLE = "msprobe-megatron patches; msprobe-megatron patches probe_out --rank 3"
@@ -19,11 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from msprobe_megatron.analyse.load import RunError, open_run
-    from msprobe_megatron.report.terminal import print_ledger
+    from msprobe_megatron.analysis.load.run import RunError, open_run
+    from msprobe_megatron.report.terminal.tables import print_ledger
 
     if arguments.path is None:
-        from msprobe_megatron.dry_run import installed_patches
+        from msprobe_megatron.job.patching.dry_run import installed_patches
 
         lines, title = installed_patches()
     else:

@@ -1,29 +1,30 @@
-"""`msprobe-megatron report`: a page to look at, one file that opens anywhere."""
+"""`msprobe-megatron report`: one self-contained HTML file."""
 
 from __future__ import annotations
 
 import argparse
 import json
 
-from msprobe_megatron.commands import FOUND, OK
+from msprobe_megatron.cli.commands import FOUND, OK
 
-HELP = "a page to look at: one HTML file, alone or beside a golden run"
+HELP = "one self-contained HTML page of a run, alone or beside a golden run"
 EXAMPLE = "msprobe-megatron report probe_out --against golden_out --out report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
     parser.add_argument("path", metavar="RUN", help="run directory")
-    parser.add_argument("--against", metavar="GOLDEN", help="run directory that is taken to be right")
+    parser.add_argument("--against", metavar="GOLDEN", help="run directory of the reference run")
     parser.add_argument("--out", metavar="FILE", default="report.html", help="page to write (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from msprobe_megatron.analyse.load import open_run
-    from msprobe_megatron.report.files import write_whole
-    from msprobe_megatron.report.html.page import page, page_data
-    from msprobe_megatron.report.terminal_page import print_verdict
+    from msprobe_megatron.analysis.load.run import open_run
+    from msprobe_megatron.analysis.page.page_data import page_data
+    from msprobe_megatron.report.files.files import write_whole
+    from msprobe_megatron.report.html.page import page
+    from msprobe_megatron.report.terminal.page import print_verdict
 
     golden = open_run(arguments.against) if arguments.against else None
     data = page_data(open_run(arguments.path), golden)

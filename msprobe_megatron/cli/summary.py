@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from msprobe_megatron.commands import FOUND, OK
+from msprobe_megatron.cli.commands import FOUND, OK
 
 HELP = "what a run recorded"
 EXAMPLE = "msprobe-megatron summary probe_out --step 10"
@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from msprobe_megatron.analyse.load import open_run
-    from msprobe_megatron.analyse.summary import summarise
-    from msprobe_megatron.report.terminal import print_summary
+    from msprobe_megatron.analysis.diagnose.summary import summarise
+    from msprobe_megatron.analysis.load.run import open_run
+    from msprobe_megatron.report.terminal.tables import print_summary
 
     summary = summarise(open_run(arguments.path), arguments.step)
     if arguments.json:

@@ -1,29 +1,28 @@
-"""What a running job can be told to do: the grammar of the control file.
+"""Control orders: changes requested of a running job, and the grammar of the control file.
 
-`msprobe-megatron ctl` writes such an order and the job reads it; both check it here, so that nonsense is refused with
-the same words on both sides.
+`msprobe-megatron ctl` writes an order and the job reads it; both validate it here, so that both refuse an invalid one
+with the same message.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from msprobe_megatron.config.errors import ConfigError
-from msprobe_megatron.config.node import Context, Node
+from msprobe_megatron.config.document import ConfigError, Context, Node
 from msprobe_megatron.config.selection import Span, StepSelection, parse_selection
 
 LEVELS = ("L0", "L1", "mix")
 KEYS = ("steps", "next", "level", "dump", "monitor")
-_MOST = 1_000_000
+_MOST_STEPS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Order:
-    """A change while the job runs.
+    """A change requested while the job runs.
 
-    ``steps`` are recorded in addition to those of the probe file, at ``level`` if there is one; ``next`` is the number
-    of steps from the one on which the order takes effect. A level without steps holds for all steps from then on.
-    ``dump`` and ``monitor`` switch a part off, or back to what the probe file asks.
+    ``steps`` are recorded in addition to those of the probe file, at ``level`` if given; ``next`` is a number of steps,
+    counted from the one on which the order takes effect. A level without steps applies to all later steps. ``dump`` and
+    ``monitor`` switch a feature off, or back to what the probe file requests.
     """
 
     steps: StepSelection | None = None
@@ -39,42 +38,36 @@ class Order:
         return replace(self, steps=StepSelection((Span(step, step + self.next - 1),)), next=0)
 
     def as_dict(self) -> dict[str, Any]:
-        """The order as `parse_order` reads it."""
+        """The order as a document that `parse_order` reads."""
         found = {key: getattr(self, key) for key in KEYS}
         found["steps"] = self.steps.describe() if self.steps is not None else None
         return {key: value for key, value in found.items() if value is not None and (key, value) != ("next", 0)}
 
     def describe(self) -> str:
-        """The order in words.
-
-        Example: ``steps 200-202 at level mix``.
-        """
-        words = []
+        """The order as a line for the user."""
+        parts = []
         if self.steps is not None:
-            words.append(f"steps {self.steps.describe()}")
+            parts.append(f"steps {self.steps.describe()}")
         if self.next:
-            words.append(f"the next {self.next} steps")
+            parts.append(f"the next {self.next} steps")
         if self.level is not None:
-            words.append(f"at level {self.level}" if words else f"level {self.level} from here on")
-        for part in ("dump", "monitor"):
-            wanted = getattr(self, part)
-            if wanted is not None:
-                words.append(f"{part} {'on' if wanted else 'off'}")
-        return " ".join(words)
+            parts.append(f"at level {self.level}" if parts else f"level {self.level} from now on")
+        for feature in ("dump", "monitor"):
+            on = getattr(self, feature)
+            if on is not None:
+                parts.append(f"{feature} {'on' if on else 'off'}")
+        return " ".join(parts)
 
 
 def parse_order(document: object, source: str) -> Order:
-    """Read an order; raises ``ConfigError``.
-
-    Example: ``parse_order({"steps": "200-202", "level": "mix"}, "control.json")``.
-    """
+    """Read an order; raises ``ConfigError``."""
     entries = Node(document, "", Context(source)).entries(KEYS)
     fields: dict[str, Any] = {}
     for key, node in entries.items():
         if key == "steps":
             fields[key] = parse_selection(node)
         elif key == "next":
-            fields[key] = node.integer(1, _MOST)
+            fields[key] = node.integer(1, _MOST_STEPS)
         elif key == "level":
             fields[key] = node.choice(LEVELS)
         else:
@@ -90,8 +83,5 @@ def parse_order(document: object, source: str) -> Order:
 
 
 def order_of(fields: Mapping[str, Any]) -> Order:
-    """An order made in Python, checked like one of a file.
-
-    Example: ``order_of({"next": 3, "level": "mix"})``.
-    """
+    """An order from Python arguments, validated like one of a file."""
     return parse_order({key: value for key, value in fields.items() if value is not None}, "request")

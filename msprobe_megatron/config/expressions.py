@@ -1,10 +1,10 @@
-"""The language of custom alert rules: comparisons and arithmetic over the columns of a row, read and never `eval`ed.
+"""The expressions of custom alert rules: comparisons and arithmetic on the columns of a row, parsed and never `eval`ed.
 
     norm > 1e3 and zeros < 0.5
     kind == "grad_reduced" and (absmax / norm > 0.9 or not n_nan == 0)
 
-Parsed when the probe file is read, so that a mistake is found before the job starts; evaluated on whole columns (any
-objects with arithmetic, such as NumPy arrays) by the alerts of the monitor.
+Parsed when the probe file is read, so that an error is reported before the job starts; evaluated by the alerts of the
+monitor on whole columns (any objects with arithmetic, such as NumPy arrays).
 """
 
 import operator
@@ -13,9 +13,25 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 NUMBERS: tuple[str, ...] = (
-    *("norm", "mean", "std", "min", "max", "absmax", "sum", "sumsq", "zeros"),
-    *("numel", "n_nan", "n_posinf", "n_neginf", "n_inf", "n_zero"),
-    *("step", "microbatch", "layer", "seq"),
+    "norm",
+    "mean",
+    "std",
+    "min",
+    "max",
+    "absmax",
+    "sum",
+    "sumsq",
+    "zeros",
+    "numel",
+    "n_nan",
+    "n_posinf",
+    "n_neginf",
+    "n_inf",
+    "n_zero",
+    "step",
+    "microbatch",
+    "layer",
+    "seq",
 )
 TEXTS: tuple[str, ...] = ("kind", "name", "io", "path", "phase", "op", "dtype")
 
@@ -26,8 +42,12 @@ _TOKEN = re.compile(
 _LONGEST = 1000
 _DEEPEST = 40
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    **{"<": operator.lt, "<=": operator.le, ">": operator.gt},
-    **{">=": operator.ge, "==": operator.eq, "!=": operator.ne},
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
 }
 _ADD: dict[str, Callable[[Any, Any], Any]] = {"+": operator.add, "-": operator.sub}
 _MULTIPLY: dict[str, Callable[[Any, Any], Any]] = {"*": operator.mul, "/": operator.truediv}
@@ -36,23 +56,18 @@ Columns = Mapping[str, Any]
 
 
 class ExpressionError(ValueError):
-    """An expression that cannot be read; says where and what is accepted."""
+    """An expression that cannot be parsed; the message says where, and what is accepted."""
 
 
 class _Value(NamedTuple):
-    """A part of an expression: what it gives (`number`, `text` or `truth`) and how to get it."""
+    """A subexpression: its type (`number`, `text` or `truth`) and its evaluation."""
 
     kind: str
     of: Callable[[Columns], Any]
 
 
 class Expression(NamedTuple):
-    """A condition on columns.
-
-    Example::
-
-        parse_expression("norm > 2 * absmax").holds({"norm": norms, "absmax": largest})   # an array of truths
-    """
+    """A condition on columns."""
 
     text: str
     holds: Callable[[Columns], Any]
@@ -60,11 +75,12 @@ class Expression(NamedTuple):
 
 
 def parse_expression(text: str) -> Expression:
-    """Read a condition; raises ``ExpressionError``.
+    """Parse a condition; raises ``ExpressionError``.
 
     Example::
 
-        parse_expression("n_nan > 0 or absmax > 1e4").columns     # ("n_nan", "absmax")
+        >>> parse_expression("n_nan > 0 or absmax > 1e4").columns
+        ('n_nan', 'absmax')
     """
     parser = _Parser(text)
     value = parser.either()

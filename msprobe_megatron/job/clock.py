@@ -1,6 +1,6 @@
 """The clock of a session: step, microbatch, virtual stage, phase, and the order of execution.
 
-The schedule sets it; sites only read it. Never a count of calls: a pipeline runs several microbatches at once.
+The session sets it and sites read it. The microbatch is never a count of calls: a pipeline interleaves several.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-# In 0.2 us: is this thread inside the autograd engine? Old torch has no such function; then only
-# Megatron's own checkpoints are told apart from the forward.
+# 0.2 us. Old torch has no such function; then only Megatron's own checkpoints are recognised as recomputation.
 _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
@@ -23,22 +22,14 @@ def inside_backward() -> bool:
 
 
 class Moment(NamedTuple):
-    """Which microbatch of which model chunk is meant."""
+    """A microbatch on a model chunk."""
 
     microbatch: int
     chunk: int
 
 
 class Clock:
-    """State of the running step.
-
-    Example::
-
-        clock = Clock()
-        clock.start_step(10)
-        clock.moment = Moment(microbatch=0, chunk=0)
-        clock.phase()          # "forward"
-    """
+    """State of the running step."""
 
     def __init__(self) -> None:
         self.step = -1
@@ -48,15 +39,18 @@ class Clock:
         self.offset = 0
         self._recomputing = 0
         self._thread = 0
+        self.passes: list[dict[str, Any]] = []
+        """The forward-only passes of the running step; see `session.passes`."""
         self.away: set[int] = set()
-        """Threads that run the model for something else than the step; see `elsewhere`."""
+        """Threads that run the model outside the step; see `elsewhere`. The compiled hooks read it under this name."""
 
     def start_step(self, step: int) -> None:
         """Begin a step: the order of execution counts from 0 again."""
         self.step, self.seq, self.offset = step, 0, 0
-        # A stage receives before its first microbatch begins; that is not of the last step's.
+        # A stage receives before its first microbatch begins: that is not part of the last step's microbatch.
         self.moment = self.backward_moment = Moment(0, 0)
         self._recomputing = 0
+        self.passes = []
         self._thread = get_ident()
 
     def tick(self) -> int:
@@ -67,8 +61,8 @@ class Clock:
     def calling(self) -> tuple[str, Moment]:
         """Phase and microbatch of a module that is being called now.
 
-        Checkpoints that the kit does not know are recognised by the running autograd engine; their microbatch is
-        that of the gradient seen last.
+        A forward inside the autograd engine is recomputation by a checkpoint that the kit does not patch; its
+        microbatch is that of the latest gradient.
         """
         if self._recomputing:
             return "recompute", self.moment
@@ -77,27 +71,27 @@ class Clock:
         return "forward", self.moment
 
     def passing(self) -> tuple[str, Moment]:
-        """Phase and microbatch of what happens now, outside of modules too: inside the engine it is the backward."""
+        """Phase and microbatch of an event outside of modules: inside the autograd engine it is the backward."""
         phase, moment = self.calling()
         return ("backward" if phase == "recompute" and not self._recomputing else phase), moment
 
     def elsewhere(self) -> AbstractContextManager[None] | None:
-        """For a thread that is not the one of the step: while it evaluates the model. None for the one of the step."""
+        """A context for a thread other than that of the step, while it evaluates the model; None in the latter."""
         return None if self._thread == get_ident() else self._evaluating()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         thread = get_ident()
-        inner = thread in self.away
+        nested = thread in self.away
         self.away.add(thread)
         try:
             yield
         finally:
-            if not inner:
+            if not nested:
                 self.away.discard(thread)
 
     def apart(self) -> bool:
-        """Whether what this thread runs now is not of the step; ask only if there is anybody `away`."""
+        """Whether calls of this thread are not part of the step; call only if `away` is not empty."""
         return get_ident() in self.away
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The control file of a run: written by `msprobe-megatron ctl`, looked at by one rank once a step."""
+"""The control file of a run: written by `msprobe-megatron ctl`, checked by one rank once per step."""
 
 from __future__ import annotations
 
@@ -7,25 +7,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.run_directory.directory import RunDirectory
 
 FILE_NAME = "control.json"
 _LARGEST = 1 << 16
 
 
 class ControlFileError(Exception):
-    """The control file is not one; the text says why."""
+    """The control file is invalid; the text says why."""
 
 
 class ControlFile:
-    """Tells when the file has changed, at the price of one `stat`.
-
-    Example::
-
-        file = ControlFile(Path("probe_out"))
-        if file.changed():
-            document = file.read()
-    """
+    """Detects changes of the file, at the cost of one `stat`."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / FILE_NAME
@@ -33,7 +26,7 @@ class ControlFile:
         self._seen: tuple[int, int, int] | None = None
 
     def changed(self) -> bool:
-        """Whether the file is there and not the one that was seen last."""
+        """True if the file exists and differs from the last one seen."""
         try:
             found = os.stat(self._name, follow_symlinks=False)
         except OSError:
@@ -47,7 +40,7 @@ class ControlFile:
     def read(self) -> Any:
         """The document in the file; raises `ControlFileError`."""
         try:
-            # Not blocking: a pipe of this name must not hold up a job.
+            # Non-blocking: a pipe of this name must not block a job.
             descriptor = os.open(self._name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             with os.fdopen(descriptor, "rb") as file:
                 text = file.read(_LARGEST + 1)
@@ -62,12 +55,7 @@ class ControlFile:
 
 
 def write_order(run: Path, order: dict[str, Any]) -> Path:
-    """Put an order where the job looks for it; a later one replaces an earlier one that was not seen yet.
-
-    Example::
-
-        write_order(Path("probe_out"), {"steps": "200-202", "level": "mix"})
-    """
+    """Write an order for the running job; it replaces an earlier one that was not read yet."""
     directory = RunDirectory.open(run)
     try:
         directory.write_json(FILE_NAME, order)

@@ -1,21 +1,24 @@
-"""The run directory: the one place where files of a run come from.
+"""The run directory: the one place that creates the files of a run.
 
-The writer thread and the session hand it tables and facts under relative names that the kit made up; names of
-tensors are data inside the files and never become paths. Files appear whole or not at all.
+The writer thread and the session pass it tables and facts under relative names that the kit chose; names of tensors are
+data inside the files and never become paths. Files appear whole or not at all.
+
+``events.jsonl`` (alerts, faults and drops of all ranks) is read here too, in the order of appending.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
-from msprobe_megatron.record import events
-from msprobe_megatron.record.claims import claim_job
-from msprobe_megatron.record.json_text import json_text
-from msprobe_megatron.record.safe_files import (
+from msprobe_megatron.run_directory.safe_files import (
+    LimitedFile,
     RunDirectoryError,
     RunTaken,
     Unfinished,
@@ -23,6 +26,7 @@ from msprobe_megatron.record.safe_files import (
     components,
     create_file,
     directory_below,
+    json_text,
     open_directory,
     refuse_open_to_all,
     replace_file,
@@ -32,33 +36,24 @@ from msprobe_megatron.record.safe_files import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
+
 __all__ = ["RunDirectory", "RunDirectoryError", "RunTaken"]
+EVENTS = "events.jsonl"
 _MANY_ROWS = 5000
+_MARK, _RANK = "job_", "rank_"
 
 
 class RunDirectory:
-    """An output directory, held open. Several ranks may share one; each claims its own number.
-
-    Example::
-
-        directory = RunDirectory.create(Path("probe_out"))
-        directory.claim_rank(3)
-        directory.write_json("run.json", {"world": 8})
-        directory.append_event({"event": "fault", "rank": 3, "text": "disk full"})
-    """
+    """An output directory, held open. Several ranks may share one; each claims its own number."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
+        self._allowance = threading.local()
 
     @classmethod
     def create(cls, root: Path) -> RunDirectory:
-        """Open ``root``, made 0700 with its missing parents; a symbolic link at its end is refused.
-
-        Example::
-
-            RunDirectory.create(Path("probe_out"))
-        """
+        """Open ``root``, made 0700 with its missing parents; a symbolic link at its end is refused."""
         root = Path(os.path.abspath(root))
         anchor, missing = root.parent, [root.name]
         while not anchor.is_dir() and anchor != anchor.parent:
@@ -79,12 +74,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, root: Path) -> RunDirectory:
-        """Open an output directory that exists.
-
-        Example::
-
-            RunDirectory.open(Path("probe_out")).append_event({"event": "note"})
-        """
+        """Open an output directory that exists."""
         root = Path(os.path.abspath(root))
         if not root.is_dir():
             raise RunDirectoryError(f"{root}: is not a directory; accepted: the output directory of a run")
@@ -95,31 +85,22 @@ class RunDirectory:
             os.close(above)
 
     def close(self) -> None:
-        """Let go of the directory. Safe to call twice.
-
-        Example::
-
-            directory.close()
-        """
+        """Close the directory. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def claim_rank(self, rank: int, job: str = "") -> None:
-        """Take the number of this process for this run; refused when a run has been here before.
+        """Claim the number of this process for this run; refused if the directory already holds a run.
 
-        `job` is what all processes of a job have in common: ranks that another job (or a restart of this one with
-        another number of ranks) did not have are refused too.
-
-        Example::
-
-            directory.claim_rank(3)   # ranks/rank_00003.json
+        `job` identifies all processes of a job: ranks that another job (or a restart of this one with another number
+        of ranks) did not have are refused too.
         """
         name = f"rank_{rank:05d}.json"
         try:
             with directory_below(self._descriptor, ["ranks"], str(self.path)) as folder:
                 if job:
-                    claim_job(folder, job)
+                    _claim_job(folder, job)
                 descriptor = create_file(name, folder)
         except FileExistsError:
             raise RunTaken(f"{self.path} already holds a run; choose another --msprobe-output or remove it") from None
@@ -127,44 +108,45 @@ class RunDirectory:
             file.write(json_text({"rank": rank, "claimed": True}).encode("ascii"))
 
     def write_file(self, relative: str, fill: Callable[[IO[bytes]], None]) -> int:
-        """Let ``fill`` write a file, which then appears whole; returns its size.
-
-        Example::
-
-            directory.write_file("step_000010/rank_00003/note.txt", lambda file: file.write(b"hello"))
-        """
+        """Let ``fill`` write a file, which then appears whole; returns its size."""
         *folders, name = components(relative)
         with directory_below(self._descriptor, folders, str(self.path)) as folder:
-            return replace_file(name, folder, fill)
+            return self._spend(replace_file(name, folder, self._limited(fill)))
 
     def begin_file(self, relative: str, fill: Callable[[IO[bytes]], None]) -> Unfinished:
-        """The same, but for the way to the disk, on which several go together: `finish_files` must follow.
-
-        Example::
-
-            finish_files([directory.begin_file("step_000010/rank_00003/note.txt", fill)])
-        """
+        """Write a file without syncing it, so that several can be synced together: `finish_files` must follow."""
         *folders, name = components(relative)
         with directory_below(self._descriptor, folders, str(self.path)) as folder:
-            return begin_file(name, folder, fill)
+            file = begin_file(name, folder, self._limited(fill))
+        self._spend(file.size)
+        return file
+
+    def allow(self, allowance: int | None) -> None:
+        """Let this thread write at most so many bytes more (None: any number); beyond, `OverAllowance` is raised."""
+        self._allowance.left = allowance
+
+    @property
+    def allowance(self) -> int | None:
+        """Bytes that this thread may still write."""
+        left: int | None = getattr(self._allowance, "left", None)
+        return left
+
+    def _limited(self, fill: Callable[[IO[bytes]], None]) -> Callable[[IO[bytes]], None]:
+        left = self.allowance
+        return fill if left is None else lambda file: fill(cast(IO[bytes], LimitedFile(file, left)))
+
+    def _spend(self, size: int) -> int:
+        if self.allowance is not None:
+            self._allowance.left -= size
+        return size
 
     def write_json(self, relative: str, value: Any) -> int:
-        """Write facts as JSON; returns the size of the file.
-
-        Example::
-
-            directory.write_json("run.json", {"world": 8})
-        """
+        """Write facts as JSON; returns the size of the file."""
         text = json_text(value, indent=1).encode("ascii")
         return self.write_file(relative, lambda file: put(file, text))
 
     def write_table(self, relative: str, table: pa.Table | memoryview) -> int:
-        """Write a table, or one that is Parquet already, as Parquet; returns the size of the file.
-
-        Example::
-
-            directory.write_table("step_000010/rank_00003/records.parquet", table)
-        """
+        """Write a table, or one that is Parquet already, as Parquet; returns the size of the file."""
         if isinstance(table, memoryview):
             content = table
             return self.write_file(relative, lambda file: put(file, content))
@@ -185,14 +167,10 @@ class RunDirectory:
         return self.write_file(relative, lambda file: put(file, stream.getvalue()))
 
     def repeat_file(self, relative: str, again: str, synced: bool = True) -> int | None:
-        """Give a finished file a second name, for content that repeats; None where the file system has no links.
+        """Hard-link a finished file under a second name, for content that repeats; None if the link fails.
 
-        Returns its size. ``synced`` False is for who writes another file into the same folder next, which syncs it.
+        Returns its size. Pass ``synced`` False if another file is written into the same folder next, which syncs it.
         Files of a run are never changed, only replaced, so that sharing the bytes is safe.
-
-        Example::
-
-            directory.repeat_file("step_000010/rank_00003/sites.json", "step_000011/rank_00003/sites.json")
         """
         *folders, name = components(relative)
         *new_folders, new_name = components(again)
@@ -209,23 +187,13 @@ class RunDirectory:
             return os.stat(new_name, dir_fd=new, follow_symlinks=False).st_size
 
     def grow_file(self, relative: str) -> IO[bytes]:
-        """Make a file that is written bit by bit, for readers that follow a running job.
-
-        Example::
-
-            directory.grow_file("tensorboard/rank_00003/events.out.tfevents.1.msprobe").write(b"…")
-        """
+        """Create a file that grows, for readers that follow a running job."""
         *folders, name = components(relative)
         with directory_below(self._descriptor, folders, str(self.path)) as folder:
             return os.fdopen(create_file(name, folder, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
     def append_event(self, event: Mapping[str, Any]) -> None:
-        """Add one line to ``events.jsonl``, in one write: ranks append at the same time.
-
-        Example::
-
-            directory.append_event({"event": "drop", "rank": 3, "step": 10, "rows": 52})
-        """
+        """Add one line to ``events.jsonl``, in one write: ranks append at the same time."""
         line = (json_text(event) + "\n").encode("ascii")
         descriptor = self._open_events()
         try:
@@ -233,15 +201,66 @@ class RunDirectory:
         finally:
             os.close(descriptor)
         if written != len(line):
-            raise OSError(f"{self.path / events.FILE_NAME}: {written} of {len(line)} bytes of an event were written")
+            raise OSError(f"{self.path / EVENTS}: {written} of {len(line)} bytes of an event were written")
 
     def _open_events(self) -> int:
         with contextlib.suppress(FileExistsError):
-            return create_file(events.FILE_NAME, self._descriptor, os.O_WRONLY | os.O_APPEND)
+            return create_file(EVENTS, self._descriptor, os.O_WRONLY | os.O_APPEND)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(events.FILE_NAME, flags, dir_fd=self._descriptor)
+        return os.open(EVENTS, flags, dir_fd=self._descriptor)
 
 
 def put(file: IO[bytes], content: Any) -> None:
     """Write all of ``content``; a filler for `RunDirectory.write_file`."""
     file.write(content)
+
+
+def _claim_job(ranks: int, job: str) -> None:
+    """Claim the open directory ``ranks`` for ``job``; FileExistsError if another job has been there.
+
+    The claim is an empty file whose name every rank of the job can derive by itself. Ranks do not communicate: each
+    creates the file or finds it before it claims its own number.
+    """
+    mark = _MARK + hashlib.sha256(job.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    before = os.listdir(ranks)
+    try:
+        os.close(create_file(mark, ranks))
+        made = True
+    except FileExistsError:
+        made = False
+    # Ranks of this job create the mark before their own files: files older than the mark are another job's.
+    older = made and any(name.startswith(_RANK) for name in before)
+    if older or any(name.startswith(_MARK) and name != mark for name in os.listdir(ranks)):
+        if made:
+            os.unlink(mark, dir_fd=ranks)
+        raise FileExistsError(mark)
+
+
+def read_events(root: Path) -> list[dict[str, Any]]:
+    """Return the events of a run directory; an empty list if it has no such file.
+
+    A truncated last line is skipped. A broken line before it (two processes on a file system without
+    atomic appends) is reported as an event ``unreadable``, so that nothing vanishes silently.
+    """
+    try:
+        content = (Path(root) / EVENTS).read_bytes()
+    except FileNotFoundError:
+        return []
+    found = []
+    *lines, last = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        event = _parse(line)
+        if event is None:
+            text = f"{EVENTS}: line {number} is not a JSON object: {line[:80].decode('utf-8', 'replace')!r}"
+            event = {"event": "unreadable", "line": number, "text": text}
+        found.append(event)
+    event = _parse(last)
+    return found if event is None else [*found, event]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,20 +1,27 @@
 """Directories and files that follow no symbolic link and are private whatever the umask.
 
-All below a directory that is held open: each component is opened relative to the one above it, so that nobody
-can slip a link in between a check and its use.
+All below a directory that is held open: each component is opened relative to the one above it, so that no link can be
+slipped in between a check and its use.
+
+Facts of a job become strict JSON on the way: Megatron's arguments hold dtypes, paths, functions and infinities, and
+anything that JSON cannot represent becomes text.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import math
+import numbers
 import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from enum import Enum
+from typing import IO, Any
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
@@ -28,15 +35,37 @@ class RunDirectoryError(Exception):
 
 
 class RunTaken(RunDirectoryError):
-    """A run is in the output directory already."""
+    """The output directory already holds a run."""
+
+
+class OverAllowance(RunDirectoryError):
+    """A file would need more bytes than this thread may still write; nothing of it is left on the disk."""
+
+
+class LimitedFile:
+    """A file that takes no more than ``allowance`` bytes."""
+
+    def __init__(self, file: IO[bytes], allowance: int) -> None:
+        self._file, self._left = file, allowance
+
+    def write(self, data: Any) -> int:
+        """Write, or raise `OverAllowance` before a byte too many is written."""
+        self._left -= memoryview(data).nbytes
+        if self._left < 0:
+            raise OverAllowance
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def components(relative: str) -> list[str]:
-    """Split a path that the kit made up, refusing whatever could leave the directory.
+    """Split a path that the kit chose, refusing anything that could leave the directory.
 
     Example::
 
-        components("step_000010/rank_00003/records.parquet")
+        >>> components("step_000010/rank_00003/records.parquet")
+        ['step_000010', 'rank_00003', 'records.parquet']
     """
     parts = relative.split("/")
     for part in parts:
@@ -49,12 +78,7 @@ def components(relative: str) -> list[str]:
 
 
 def refuse_open_to_all(descriptor: int, where: object) -> None:
-    """Refuse a directory in which anybody may rename what we make: writable for all, and without the sticky bit.
-
-    Example::
-
-        refuse_open_to_all(os.open("/srv/shared", os.O_RDONLY), "/srv/shared")
-    """
+    """Refuse a directory in which anybody may rename our files: world-writable and without the sticky bit."""
     mode = os.fstat(descriptor).st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise RunDirectoryError(
@@ -65,13 +89,7 @@ def refuse_open_to_all(descriptor: int, where: object) -> None:
 
 @contextlib.contextmanager
 def directory_below(root: int, parts: Sequence[str], where: str) -> Iterator[int]:
-    """Give a descriptor of a directory below ``root``, made on the way where it is missing.
-
-    Example::
-
-        with directory_below(root, ["step_000010", "rank_00003"], "probe_out") as folder:
-            ...
-    """
+    """Yield a descriptor of a directory below ``root``; missing directories are created."""
     descriptor = os.dup(root)
     try:
         for part in parts:
@@ -85,12 +103,7 @@ def directory_below(root: int, parts: Sequence[str], where: str) -> Iterator[int
 
 
 def open_directory(name: str, above: int, where: str) -> int:
-    """Open the directory ``name`` in ``above``, made 0700 if it is missing; links and files are refused.
-
-    Example::
-
-        descriptor = open_directory("ranks", root, "probe_out/ranks")
-    """
+    """Open the directory ``name`` in ``above``, created with 0700 if missing; links and files are refused."""
     try:
         with contextlib.suppress(FileNotFoundError):  # most are there already
             return os.open(name, _OPEN_DIRECTORY, dir_fd=above)
@@ -121,7 +134,7 @@ def _exists(name: str, above: int) -> bool:
 
 
 def _undo_umask(name: str, above: int) -> None:
-    # The umask can take bits without which we could not open our own directory. A path descriptor needs none.
+    # The umask may remove bits without which we could not open our own directory. A path descriptor needs none.
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     try:
         if stat.S_IMODE(os.fstat(handle).st_mode) & 0o777 != DIRECTORY_MODE:
@@ -131,12 +144,7 @@ def _undo_umask(name: str, above: int) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Bring a file or directory to the disk; file systems that cannot sync a directory are excused.
-
-    Example::
-
-        sync(folder)
-    """
+    """Flush a file or directory to the disk; file systems that cannot sync a directory are tolerated."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -145,12 +153,7 @@ def sync(descriptor: int) -> None:
 
 
 def create_file(name: str, above: int, flags: int = os.O_WRONLY) -> int:
-    """Create a private file that was not there before and open it.
-
-    Example::
-
-        os.close(create_file("claim", folder))
-    """
+    """Create a private file, which must not exist, and open it."""
     descriptor = os.open(name, flags | _CREATE, FILE_MODE, dir_fd=above)
     try:
         os.fchmod(descriptor, FILE_MODE)
@@ -165,10 +168,6 @@ def replace_file(name: str, above: int, fill: Callable[[IO[bytes]], None]) -> in
 
     The bytes go to a temporary name in the same directory, are flushed to the disk, and only then renamed; an
     error on the way leaves what was there before.
-
-    Example::
-
-        replace_file("run.json", root, lambda file: file.write(b"{}"))
     """
     file = begin_file(name, above, fill)
     finish_files([file])
@@ -177,7 +176,7 @@ def replace_file(name: str, above: int, fill: Callable[[IO[bytes]], None]) -> in
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A file that is written, under a temporary name, and not yet on the disk."""
+    """A file that is written under a temporary name and not synced yet."""
 
     name: str
     temporary: str
@@ -187,12 +186,7 @@ class Unfinished:
 
 
 def begin_file(name: str, above: int, fill: Callable[[IO[bytes]], None]) -> Unfinished:
-    """The first half of `replace_file`: write the bytes; `finish_files` must follow.
-
-    Example::
-
-        finish_files([begin_file("run.json", root, lambda file: file.write(b"{}"))])
-    """
+    """The first half of `replace_file`: write the bytes; `finish_files` must follow."""
     temporary = f".{name}.{secrets.token_hex(6)}.tmp"
     file = os.fdopen(create_file(temporary, above), "wb")
     try:
@@ -200,7 +194,7 @@ def begin_file(name: str, above: int, fill: Callable[[IO[bytes]], None]) -> Unfi
         file.flush()
         return Unfinished(name, temporary, os.dup(above), file, os.fstat(file.fileno()).st_size)
     except BaseException:
-        with contextlib.suppress(OSError):  # a full disk is full once more when what is buffered goes out
+        with contextlib.suppress(OSError):  # on a full disk, flushing the buffer fails once more
             file.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=above)
@@ -208,12 +202,7 @@ def begin_file(name: str, above: int, fill: Callable[[IO[bytes]], None]) -> Unfi
 
 
 def finish_files(files: Sequence[Unfinished]) -> None:
-    """The second half, for several at once, so that the disk is waited for once; what appears is whole.
-
-    Example::
-
-        finish_files([first, second])
-    """
+    """The second half, for several files at once: sync all, then rename all; what appears is whole."""
     try:
         for one in files:
             sync(one.file.fileno())
@@ -230,3 +219,33 @@ def finish_files(files: Sequence[Unfinished]) -> None:
             with contextlib.suppress(OSError):  # renamed, as it should be
                 os.unlink(one.temporary, dir_fd=one.folder)
             os.close(one.folder)
+
+
+_DEEPEST = 64
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Return ``value`` as ASCII JSON; "nan", "inf" and "-inf" are text, unknown objects their ``str``."""
+    return json.dumps(_plain(value, _DEEPEST), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if isinstance(value, (Mapping, set, frozenset, list, tuple)):
+        if depth == 0:
+            return "..."
+        if isinstance(value, Mapping):
+            return {str(key): _plain(item, depth - 1) for key, item in value.items()}
+        items = [_plain(item, depth - 1) for item in value]
+        return sorted(items, key=str) if isinstance(value, (set, frozenset)) else items
+    return _leaf(value)
+
+
+def _leaf(value: Any) -> Any:
+    # Exact types first: members of an enumeration may be str or int, and their own text says more.
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, Enum) or not isinstance(value, (numbers.Integral, float)):
+        return str(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    return int(value)

@@ -1,4 +1,4 @@
-"""Names of the packed tensor files, for those who write them and those who read them; needs no torch."""
+"""Names of the packed tensor files, shared by writer and readers; needs no torch."""
 
 from __future__ import annotations
 

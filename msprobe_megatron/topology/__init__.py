@@ -1,5 +1,5 @@
-"""Where a number belongs: rank coordinates, canonical names, shard specs.
+"""Where a tensor belongs: rank coordinates, canonical names, shard specs.
 
-The only part of the kit that asks Megatron where it stands. Sites take names and specs from here, the demo cuts
-its weights by them, and the analysis merges shards with the very same specs read back from the rows.
+The only room that reads Megatron's parallel state. Sites take names and specs from here, the demo shards its weights
+with them, and the analysis merges shards with the same specs, read back from the rows.
 """

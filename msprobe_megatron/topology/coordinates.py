@@ -1,7 +1,7 @@
-"""Who am I: the coordinates of a rank over every parallel axis, read from Megatron's own groups.
+"""The coordinates of a rank on every parallel axis, read from Megatron's own groups.
 
-Nothing here communicates. The table of all ranks is derived from the sizes by Megatron's placement rule and then
-checked by every rank against what its own groups say.
+Nothing here communicates. The table of all ranks is derived from the sizes by Megatron's placement rule; every rank
+checks it against its own groups.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _JOB = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID")
 AXES = ("tp", "pp", "dp", "cp", "ep", "etp", "edp")
 
 # axis -> (rank getter, size getter, keyword arguments) of megatron.core.parallel_state.
-# Getters that a release does not have mean that the axis does not exist there: rank 0 of 1.
+# A getter that a release does not have means that the axis does not exist there: rank 0 of 1. But see `_older`.
 _GETTERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tp": ("get_tensor_model_parallel_rank", "get_tensor_model_parallel_world_size", {}),
     "pp": ("get_pipeline_model_parallel_rank", "get_pipeline_model_parallel_world_size", {}),
@@ -85,7 +85,7 @@ def parallel_state() -> Any | None:
 
 
 def current() -> Coordinates:
-    """Coordinates of this process; works without Megatron and without torch.distributed too."""
+    """Coordinates of this process; also without Megatron or torch.distributed."""
     rank, world = _global_rank()
     state = parallel_state()
     if state is None:
@@ -95,16 +95,37 @@ def current() -> Coordinates:
         if hasattr(state, rank_getter) and hasattr(state, size_getter):
             values[axis] = int(getattr(state, rank_getter)(**kwargs))
             values[f"{axis}_size"] = int(getattr(state, size_getter)(**kwargs))
-    return Coordinates(rank=rank, world=world, **values)
+    return Coordinates(rank=rank, world=world, **{**_older(state, values), **values})
+
+
+def _older(state: Any, values: dict[str, int]) -> dict[str, int]:
+    """The axes of experts in releases before 0.10, which cut experts like any other layer and have no getter for it."""
+    # What later releases take if nothing else is asked for; `expert_grid` looks at the experts themselves.
+    found = {"etp": values.get("tp", 0), "etp_size": values.get("tp_size", 1)}
+    group = _data_group_of_experts(state)
+    if group is not None:
+        from torch import distributed
+
+        found["edp"] = int(distributed.get_rank(group))
+        found["edp_size"] = int(distributed.get_world_size(group))
+    return found
+
+
+def _data_group_of_experts(state: Any) -> Any:
+    getter = getattr(state, "get_data_modulo_expert_parallel_group", None)
+    if getter is None or hasattr(state, "get_expert_data_parallel_rank"):
+        return None
+    try:
+        return getter(with_context_parallel=True)
+    except (
+        TypeError
+    ):  # 0.6 and 0.7, where experts are not spread if the context is cut: replicated like any other layer
+        spread = state.get_expert_model_parallel_world_size() > 1
+        return getter() if spread else state.get_data_parallel_group(with_context_parallel=True)
 
 
 def from_groups(groups: Any) -> Coordinates:
-    """Coordinates of this process in process groups that are handed over, by axis; other axes are not used.
-
-    Example::
-
-        from_groups({"tp": tensor_group, "dp": data_group})
-    """
+    """Coordinates of this process in the given process groups, by axis; an axis without a group has size 1."""
     from torch import distributed
 
     values: dict[str, int] = {}
@@ -118,17 +139,17 @@ def from_groups(groups: Any) -> Coordinates:
 
 
 def job_identity(world: int) -> str:
-    """What all ranks of a job have in common; another job, or a restart with other ranks, has another one."""
+    """An identifier that all ranks of a job share, and that another job or a restart with other ranks does not."""
     return " ".join([f"{world} ranks", *(f"{name}={os.environ.get(name, '')}" for name in _JOB)])
 
 
 def environment_number(name: str) -> int:
-    """A number that torchrun and its kin tell by the environment; 0 where they do not."""
+    """An integer that torchrun and similar launchers set in the environment; 0 if it is not set."""
     return int(os.environ.get(name, "0") or 0)
 
 
 def environment_rank() -> int:
-    """Global rank before any process group exists, as torchrun and its kin tell it."""
+    """Global rank before any process group exists, as set by torchrun and similar launchers."""
     return environment_number("RANK")
 
 
@@ -151,7 +172,7 @@ def expected(own: Coordinates, rank: int) -> Coordinates:
     rest, position = rank, {}
     for axis in ("tp", "cp", "dp", "pp"):
         rest, position[axis] = divmod(rest, own.size(axis))
-    # Experts have a grid of their own inside a pipeline stage: etp fastest, then ep, then expert data parallel.
+    # Experts have their own grid within a pipeline stage: etp fastest, then ep, then expert data parallel.
     rest = rank % max(1, own.world // own.pp_size)
     for axis in ("etp", "ep", "edp"):
         rest, position[axis] = divmod(rest, own.size(axis))
@@ -159,7 +180,7 @@ def expected(own: Coordinates, rank: int) -> Coordinates:
 
 
 def all_ranks(own: Coordinates) -> list[Coordinates] | None:
-    """Every rank's coordinates, or None when this rank does not stand where the default placement puts it."""
+    """The coordinates of every rank, or None if this rank is not where the default placement puts it."""
     if expected(own, own.rank) != own:
         return None
     return [expected(own, rank) for rank in range(own.world)]

@@ -1,4 +1,4 @@
-"""What a process group is called and who is in it, from Megatron's own groups; communicates with nobody."""
+"""Labels and members of process groups, from Megatron's own groups; nothing here communicates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import distributed
 
 from msprobe_megatron.topology.coordinates import parallel_state
 
-# Label -> getter of megatron.core.parallel_state and its arguments; the first that gives the group names it.
+# Label -> getter of megatron.core.parallel_state and its arguments; the first one that returns the group labels it.
 _GETTERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("tp", "get_tensor_model_parallel_group", {}),
     ("pp", "get_pipeline_model_parallel_group", {}),
@@ -34,20 +34,15 @@ class GroupFacts(NamedTuple):
     ranks: tuple[int, ...]
 
     def global_rank(self, group_rank: int) -> int:
-        """The global rank of the member with this number in the group."""
+        """The global rank of a rank of the group."""
         return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else group_rank
 
 
 def group_facts(group: Any) -> GroupFacts:
-    """Label and members of a process group.
-
-    Example::
-
-        group_facts(parallel_state.get_tensor_model_parallel_group())    # GroupFacts("tp", (0, 1))
-    """
+    """Label and members of a process group."""
     try:
         ranks = tuple(int(rank) for rank in distributed.get_process_group_ranks(group))
-    except (KeyError, RuntimeError, ValueError):  # made without torch.distributed's knowledge
+    except (KeyError, RuntimeError, ValueError):  # not registered with torch.distributed
         ranks = ()
     for label, known in _known():
         if known is group:

@@ -1,19 +1,20 @@
-"""Which number each element of a shard has in the whole tensor.
+"""The global index of each element of a shard.
 
-Digests and sketches are keyed by it, so that the shards of one tensor add up to the same figure however it is cut.
-Pure: from a shard spec and a place in the grid of ranks to a few segments a dimension.
+Digests and sketches are keyed by it, so that the shards of a tensor add up to the same value however it is sharded.
+Pure functions: from a shard spec and the coordinates of a rank to a few segments per dimension.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 from msprobe_megatron.topology.shards import Cut, ShardSpec
 
 Interval = tuple[int, int]
 Numbering = tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]
-"""For each dimension its step and segments (first, count, offset); see `measure.plans`."""
+"""For each dimension its stride and segments (first, count, offset); see `measure.plans`."""
 
 _MOST_RUNS = 1 << 16
 
@@ -21,9 +22,9 @@ _MOST_RUNS = 1 << 16
 def index_map(
     spec: ShardSpec, shape: Sequence[int], rank: Callable[[str], int], size: Callable[[str], int]
 ) -> Numbering | None:
-    """Numbers of the elements of a shard of local ``shape``, or None where they have no fixed place.
+    """Global indices of the elements of a shard of local ``shape``, or None where they have no fixed position.
 
-    For a spec with a flat range ``shape`` is that of the whole local tensor the range is taken from.
+    For a spec with a flat range, ``shape`` is that of the whole local tensor which the range is taken from.
 
     Example::
 
@@ -49,13 +50,12 @@ def _held(extent: int, cuts: Sequence[Cut], rank: Callable[[str], int], size: Ca
         if cut.order == "samples" or count <= 1:
             continue
         length, place = sum(stop - start for start, stop in held), rank(cut.axis)
+        pieces = pairwise(accumulate(cut.pieces(length), initial=0))
         if cut.order == "zigzag":
-            wanted = [_share(0, length, place, 2 * count), _share(0, length, 2 * count - 1 - place, 2 * count)]
-        elif cut.order == "gated":
-            half = length // 2
-            wanted = [_share(0, half, place, count), _share(half, length, place, count)]
+            parts, shares = 2 * count, [place, 2 * count - 1 - place]
         else:
-            wanted = [_share(0, length, place, count)]
+            parts, shares = cut.parts(count), [cut.part(place, count)]
+        wanted = [_share(low, high, share, parts) for low, high in pieces for share in shares]
         held = [piece for low, high in wanted for piece in _slice(held, low, high)]
     return held
 
@@ -87,9 +87,9 @@ def _segments(held: list[Interval], step: int) -> tuple[tuple[int, int, int], ..
 def _flat_runs(
     intervals: list[list[Interval]], steps: list[int], flat: Interval
 ) -> tuple[tuple[int, int, int], ...] | None:
-    """Runs of consecutive numbers in elements ``flat`` of the row-major local tensor; None if they are too many."""
+    """Runs of consecutive indices in elements ``flat`` of the row-major local tensor; None if there are too many."""
     sizes = [sum(stop - start for start, stop in held) for held in intervals]
-    # Trailing dimensions that are whole lie in one piece with the one before them.
+    # Trailing dimensions that are not sharded are contiguous with the one before them.
     last = len(intervals) - 1
     while last > 0 and intervals[last] == [(0, steps[last - 1] // steps[last])]:
         last -= 1

@@ -1,8 +1,7 @@
 """Canonical names: the module path that the same weight has in a run with TP=PP=VPP=EP=1.
 
-Wrappers are stripped, layer numbers are global (Megatron numbers its layers itself, uneven and virtual stages
-included), local experts get their global numbers, and the copy of a tied embedding on the last stage carries the
-embedding's name.
+Wrappers are stripped, layer numbers are global (Megatron numbers its layers itself, also in uneven and virtual stages),
+local experts get their global numbers, and the copy of a tied embedding on the last stage has the embedding's name.
 """
 
 from __future__ import annotations
@@ -33,16 +32,12 @@ class NamedModule:
 
 @dataclass(frozen=True, eq=False)
 class NamedParameter:
-    """A parameter with its canonical name, the module that owns it, and that module's parent."""
+    """A parameter with its canonical name, the module that owns it, and the unwrapped model it belongs to."""
 
     name: str
     parameter: nn.Parameter
     owner: NamedModule
-
-    @property
-    def replica_of_first_stage(self) -> bool:
-        """Whether this is the last stage's copy of the tied embedding."""
-        return self.name.endswith(_TIED) and not self.name.startswith(f"{self.owner.name}.")
+    model: nn.Module | None = None
 
 
 def unwrap(chunk: nn.Module) -> nn.Module:
@@ -57,8 +52,8 @@ def unwrap(chunk: nn.Module) -> nn.Module:
     return unwrap(inner) if isinstance(inner, nn.Module) else chunk
 
 
-# Wrappers that hold the model as `.module`. By name, because several packages have classes of these names and a
-# model may well have a child called "module" of its own.
+# Wrappers that hold the model as `.module`. By name, because several packages have classes of these names, and a model
+# may have a child called "module" itself.
 _WRAPPERS = frozenset(
     {
         "DistributedDataParallel",
@@ -73,7 +68,7 @@ _WRAPPERS = frozenset(
 
 
 def modules(chunk: nn.Module) -> Iterator[NamedModule]:
-    """All modules of a chunk in the order of definition, each once, the model itself first (named ``model``)."""
+    """All modules of a chunk in the order of definition, without duplicates, the model itself first (as ``model``)."""
     root = unwrap(chunk)
     seen: set[int] = {id(root)}
     yield NamedModule(ROOT, root, None)
@@ -109,20 +104,21 @@ def _global_index(parent: nn.Module, attribute: str, index: int, item: nn.Module
 
 
 def expert_offset(experts: nn.Module) -> int:
-    """Global number of the first expert held here, from the experts' own expert-parallel group."""
+    """Global number of the first local expert, from the experts' own expert-parallel group."""
     group = getattr(experts, "ep_group", None)
     local = getattr(experts, "num_local_experts", None)
     if local is None:
         return 0
     if group is None:
         from msprobe_megatron.topology.coordinates import current
+        from msprobe_megatron.topology.expert_grid import first_expert
 
-        return current().ep * int(local)
+        return first_expert(experts, current())
     return int(torch.distributed.get_rank(group)) * int(local)
 
 
 def parameters(chunk: nn.Module) -> Iterator[NamedParameter]:
-    """All parameters of a chunk, each once, under canonical names.
+    """All parameters of a chunk under canonical names, without duplicates.
 
     Example::
 
@@ -143,4 +139,4 @@ def parameters(chunk: nn.Module) -> Iterator[NamedParameter]:
             elif name == "word_embeddings.weight" and hasattr(root, "language_model"):
                 # The legacy model keeps the last stage's copy beside the language model.
                 name = f"language_model.{_TIED}"
-            yield NamedParameter(name, parameter, entry)
+            yield NamedParameter(name, parameter, entry, root)

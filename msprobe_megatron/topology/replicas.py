@@ -1,8 +1,8 @@
-"""Who must hold the same: for each process group of this rank, the parameters that all its members have alike.
+"""Replica groups: for each process group of this rank, the parameters that all its members must hold identically.
 
-Weights are copied over data and context parallel ranks, those of experts over expert data parallel ranks; what tensor
-parallelism does not cut (norms, routers, biases) over its ranks; a tied embedding over the first and last stage.
-Read from Megatron's groups and the parameters' own marks; communicates with nobody.
+Weights are replicated over data and context parallel ranks, those of experts over expert data parallel ranks;
+parameters that tensor parallelism does not shard (norms, routers, biases) over its ranks; a tied embedding over the
+first and last stage. Derived from Megatron's groups and the attributes of the parameters; nothing here communicates.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import distributed, nn
 from msprobe_megatron.topology import names
 from msprobe_megatron.topology.coordinates import parallel_state
 from msprobe_megatron.topology.groups import group_facts
-from msprobe_megatron.topology.parameters import parameter_spec
+from msprobe_megatron.topology.shards_of.parameters import parameter_spec
 
 
 class Shared(NamedTuple):
-    """A parameter of one chunk, which other ranks have too."""
+    """A parameter of a chunk that other ranks hold as well."""
 
     name: str
     chunk: nn.Module
@@ -27,7 +27,7 @@ class Shared(NamedTuple):
 
 
 class ReplicaGroup(NamedTuple):
-    """Ranks that must agree, and on what. ``label`` is dp-cp, edp, tp, etp, embedding or world."""
+    """Ranks that must hold the same ``shared`` parameters; ``label`` is dp-cp, edp, tp, etp, embedding or world."""
 
     label: str
     ranks: tuple[int, ...]
@@ -35,17 +35,12 @@ class ReplicaGroup(NamedTuple):
 
 
 def replica_groups(chunks: Sequence[nn.Module]) -> list[ReplicaGroup]:
-    """The groups of more than one rank that this rank is in, with what their members share.
-
-    Example::
-
-        [(group.label, len(group.shared)) for group in replica_groups(chunks)]     # [("dp-cp", 44), ("tp", 18)]
-    """
+    """The groups of this rank with more than one member, with the parameters that their members share."""
     entries = [(entry, chunk) for chunk in chunks for entry in names.parameters(chunk)]
     everything = [(entry, Shared(entry.name, chunk, entry.parameter)) for entry, chunk in entries]
     known = [(entry, shared, spec) for entry, shared in everything if (spec := parameter_spec(entry)).unknown is None]
     if parallel_state() is None:
-        # A wrapper that cuts parameters (FSDP) makes tensors that say so; what is left is whole on every rank.
+        # A wrapper that shards parameters (FSDP) makes distributed tensors of them; all others are whole on every rank.
         whole = [shared for _, shared, spec in known if not spec.cut_axes()]
         return _groups([("world", _world(), whole)])
     dense = [shared for _, shared in everything if not _is_expert(shared.parameter)]
@@ -83,12 +78,12 @@ def _world() -> Any:
 
 
 def _group(getter: str, **arguments: Any) -> Any:
-    """A group of Megatron's, or None where this release, this job or this rank has none."""
+    """A group of Megatron, or None if this release, job or rank does not have it."""
     try:
         group = getattr(parallel_state(), getter)(**arguments)
     except (AttributeError, AssertionError, TypeError):
         return None
-    # Some groups are a list of all of their kind.
+    # Some getters return a list of groups.
     return group if not isinstance(group, list) else next((one for one in group if one is not None), None)
 
 
@@ -101,7 +96,7 @@ def _expert_data_group() -> Any:
 
 
 def _is_expert(parameter: nn.Parameter) -> bool:
-    """Megatron marks what is not reduced over all data parallel ranks."""
+    """Megatron marks parameters that are not reduced over all data parallel ranks."""
     return not getattr(parameter, "allreduce", True)
 
 

@@ -25,7 +25,7 @@ fi
 
 # A sentence instead of Python's traceback where the kit is missing.
 require_kit() {
-    if ! "$MSPROBE_PYTHON" -c 'import msprobe_megatron.launching' >/dev/null 2>&1; then
+    if ! "$MSPROBE_PYTHON" -c 'import msprobe_megatron.hosts.launching' >/dev/null 2>&1; then
         printf 'msprobe: the kit is not installed in %s; accepted: pip install -e %s, or MSPROBE_PYTHON=…\n' \
             "$MSPROBE_PYTHON" "$(cd -- "$here/../.." && pwd -P)" >&2
         exit 2

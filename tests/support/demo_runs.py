@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.compare import faults
-from tests.forked import run_forked
+from tests.jobs.compare import faults
+from tests.support.forked import run_forked
 
 TINY = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --attention-dropout 0 --hidden-dropout 0"

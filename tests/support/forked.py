@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 # What a job imports anyway; done once here.
 _MODULES = (
@@ -40,7 +40,7 @@ _MODULES = (
     "megatron.core.pipeline_parallel",
     "megatron.core.tensor_parallel.random",
     "megatron.core.rerun_state_machine",
-    "msprobe_megatron.demo.train",
+    "msprobe_megatron.lab.demo.train",
 )
 _LOG_LINES = 40
 
@@ -50,10 +50,15 @@ class RankFailed(AssertionError):
 
 
 def prepare() -> None:
-    """Import torch and megatron with the CPU backend in place; call before anything imports megatron."""
-    from msprobe_megatron.backends import cpu
+    """Import torch and megatron with the CPU backend in place; call before anything imports megatron.
 
-    cpu.install()
+    A process that has the simulated device keeps it: tests/support/device.py.
+    """
+    from msprobe_megatron.hosts.rehearsal import simulated_device
+    from msprobe_megatron.job.devices import megatron_on_cpu
+
+    if not simulated_device.installed():
+        megatron_on_cpu.install()
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -164,6 +169,8 @@ def _child(
         size = str(job.world_size)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+        # torch makes its thread pool anew after a fork, and not safely from the several threads of an autograd engine.
+        torch.set_num_threads(1)
         value = function(*args)
         part = job.result(rank).with_suffix(".part")
         torch.save(value, part)

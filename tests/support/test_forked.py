@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.forked import RankFailed, run_forked
+from tests.support.forked import RankFailed, run_forked
 
 
 def add_up(offset: int) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import json
 
-from msprobe_megatron.bench.document import document
-from msprobe_megatron.bench.targets import verdicts
-from msprobe_megatron.report.bench import markdown_table
+from msprobe_megatron.lab.bench.profiles.targets import verdicts
+from msprobe_megatron.report.terminal.bench import markdown_table
+from tools.bench.document import document
 
 MACHINE = {"processor": "p", "cores": 2, "memory_bytes": 1 << 30, "device": "cpu", "load": 0.5, "system": "s"}
 

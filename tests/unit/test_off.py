@@ -9,23 +9,15 @@ import pytest
 
 # Parts that a job without a probe file must never load.
 _HEAVY = (
-    "session",
-    "patching",
-    "patches",
-    "sites",
-    "probes",
-    "measure",
-    "record",
-    "analyse",
-    "report",
-    "arming",
-    "importing",
+    *("job.session", "job.patching", "job.sites", "job.features", "job.measure", "job.record"),
+    *("patches", "run_directory", "analysis", "report"),
 )
 
 _REPORT = """
 import json, sys
 kit = sorted(name for name in sys.modules if name.split(".")[0] == "msprobe_megatron")
-foreign = [type(f).__module__ for f in sys.meta_path if type(f).__module__ == "msprobe_megatron.importing"]
+modules = [type(finder).__module__ for finder in sys.meta_path]
+foreign = [name for name in modules if name == "msprobe_megatron.job.patching.patch_set"]
 patched = []
 if "megatron.core.pipeline_parallel.schedules" in sys.modules:
     import inspect, megatron.core.pipeline_parallel.schedules as s
@@ -61,19 +53,20 @@ def run(tmp_path, code, *argv, module=()):
 
 
 _MEGATRON = """
-from msprobe_megatron.backends import cpu
-cpu.install()
+from msprobe_megatron.job.devices import megatron_on_cpu
+megatron_on_cpu.install()
 import megatron.core.pipeline_parallel.schedules, megatron.core.tensor_parallel.random
 """
 
 
 def heavy(report):
-    return [name for name in report["kit"] if name.split(".")[1:2] and name.split(".")[1] in _HEAVY]
+    parts = tuple(f"msprobe_megatron.{part}." for part in _HEAVY)
+    return [name for name in report["kit"] if f"{name}.".startswith(parts)]
 
 
 def test_import_line_without_the_flag_loads_two_tiny_modules(tmp_path):
     report = run(tmp_path, "import msprobe_megatron.adaptor\n", "--lr", "1")
-    assert report["kit"] == ["msprobe_megatron", "msprobe_megatron.adaptor", "msprobe_megatron.switch"]
+    assert report["kit"] == ["msprobe_megatron", "msprobe_megatron.adaptor", "msprobe_megatron.run"]
     assert report["hooks"] == []
 
 
@@ -92,7 +85,7 @@ def test_runner_without_the_flag_runs_the_script_and_nothing_else(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.rpartition("REPORT")[2])
-    assert report["kit"] == ["msprobe_megatron", "msprobe_megatron.switch"]
+    assert report["kit"] == ["msprobe_megatron"]  # the runner itself is __main__
 
 
 def test_every_target_is_megatrons_own(tmp_path):
@@ -117,8 +110,8 @@ def test_the_report_itself_can_tell(tmp_path):
     (tmp_path / "probe.yaml").write_text("dump: {level: L0}\n")
     code = "import msprobe_megatron.adaptor\n" + _MEGATRON
     report = run(tmp_path, code, "--msprobe-config", str(tmp_path / "probe.yaml"))
-    assert "msprobe_megatron.arming" in heavy(report)
-    assert report["hooks"] == ["msprobe_megatron.importing"]
+    assert "msprobe_megatron.job.session.arming" in heavy(report)
+    assert report["hooks"] == ["msprobe_megatron.job.patching.patch_set"]
 
 
 @pytest.mark.parametrize("way", ["adaptor", "run"])

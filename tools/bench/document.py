@@ -1,7 +1,4 @@
-"""BENCHMARKS.md out of the tables that a directory holds: every target with its figure, met or not.
-
-Example: ``python -m msprobe_megatron.bench.document bench_out > BENCHMARKS.md``.
-"""
+"""BENCHMARKS.md out of the tables that a directory holds: every target with its figure, met or not."""
 
 from __future__ import annotations
 
@@ -11,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.bench.targets import Verdict, verdicts
-from msprobe_megatron.report.bench import machine_text, markdown_table, size_text
+from msprobe_megatron.lab.bench.profiles.targets import Verdict, verdicts
+from msprobe_megatron.report.terminal.bench import machine_text, titled_tables
+from msprobe_megatron.report.terminal.tables import size_text
 
-ORDER = ("dump", "layers", "volume", "perturb", "perturb_all", "monitor", "counts", "scaling", "compare")
+ORDER = ("dump", "layers", "volume", "perturb", "perturb_all", "monitor", "counts", "device", "scaling", "compare")
 TITLES = {
     "dump": "Dump (seed 000, first table)",
     "layers": "Cost by depth: 24 and 192 layers",
@@ -23,6 +21,7 @@ TITLES = {
     "perturb_all": "Perturb on the seed's seven language models, small, a ResNet and a DiT (seed 002)",
     "monitor": "Monitor (seed 003)",
     "counts": "What can be counted",
+    "device": "On a device",
     "scaling": "Scaling (seed 004)",
     "compare": "Compare",
 }
@@ -42,10 +41,7 @@ _KINDS = ("training_ratio", "error", "share", "bytes_of_8_ranks", "seconds", "GB
 
 
 def document(folder: Path) -> str:
-    """The whole text, out of all reports that the folder holds.
-
-    Example: ``document(Path("bench_out"))``.
-    """
+    """The whole text, out of all reports that the folder holds."""
     sections = _sections(folder)
     parts = [_HEAD, _targets(sections)]
     if sections:
@@ -53,7 +49,7 @@ def document(folder: Path) -> str:
     for name, reports in sections.items():
         lines = [line for report in reports for line in report["results"]]
         commands = ", ".join(f"`{report.get('command', f'msprobe-megatron bench {name}')}`" for report in reports)
-        tables = [markdown_table(alike) for alike in _alike(lines)]
+        tables = [titled_tables(alike) for alike in _alike(lines)]
         parts += [f"## {TITLES[name]}", commands + _peers(reports), *tables, reports[0]["about"]]
         parts.append(f"Load of the machine at its end: {max(report['machine']['load'] for report in reports):.1f}.")
         parts += [f"Why missed, by profile: {text}" for report in reports for text in report.get("profiles", [])]

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
-
-from msprobe_megatron.analyse.elements import Apart, View, add_views
-from msprobe_megatron.checkpoints.canonical import cut_of
-from msprobe_megatron.checkpoints.held import PARAMETER, Checkpoint, Held, reading
-from msprobe_megatron.measure.numbered import numbered_into
+from msprobe_megatron.analysis.align.causes import causes_of_weights
+from msprobe_megatron.analysis.align.translate import sizes_of
+from msprobe_megatron.analysis.checkpoints.canonical import cut_of
+from msprobe_megatron.analysis.checkpoints.held import PARAMETER, Checkpoint, CheckpointTensor, Key, reading
+from msprobe_megatron.analysis.checkpoints.mapped import CheckpointWeights, map_for, mapped
+from msprobe_megatron.analysis.compare.pairs.elements import Apart, View, add_views
+from msprobe_megatron.run_directory.plain_digest import digest_of
 
 EQUAL, DIFFERS, ONLY_LEFT, ONLY_RIGHT, LAYOUT = "equal", "differs", "only_left", "only_right", "layout"
-_WORDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_WORDS = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class CheckpointDiff:
     counts: dict[str, int]
     tensors: list[TensorDiff]
     problems: list[str] = field(default_factory=list)
+    causes: list[dict[str, str]] = field(default_factory=list)
+    """Between Megatron and Hugging Face: usual faults of a conversion, each with a stable id."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for `--json`; the relative error is null where non-finite elements differ."""
@@ -57,14 +60,55 @@ class CheckpointDiff:
 
 
 def diff(
-    left: Checkpoint, right: Checkpoint, tolerance: float = 0.0, progress: Callable[[int, int], None] | None = None
+    left: Checkpoint,
+    right: Checkpoint,
+    tolerance: float = 0.0,
+    progress: Callable[[int, int], None] | None = None,
+    names: str | None = None,
 ) -> CheckpointDiff:
     """Compare all tensors of two checkpoints; those within `tolerance` (relative) count as equal.
 
-    Example::
-
-        diff(open_checkpoint("tp1"), open_checkpoint("tp8")).counts
+    Of Megatron and Hugging Face, the latter is brought to Megatron's names by the map `names`, and only weights are
+    compared.
     """
+    foreign = [side.form == "safetensors" for side in (left, right)]
+    if foreign[0] != foreign[1]:
+        return _between(left, right, tolerance, progress, names)
+    return _diff(left, right, tolerance, progress)
+
+
+def _between(
+    left: Checkpoint,
+    right: Checkpoint,
+    tolerance: float,
+    progress: Callable[[int, int], None] | None,
+    names: str | None,
+) -> CheckpointDiff:
+    """Megatron against Hugging Face: their weights, and why they differ."""
+    theirs = left if left.form == "safetensors" else right
+    sides = [
+        mapped(side, map_for(side, names)) if side is theirs else replace(side, tensors=_weights(side.tensors))
+        for side in (left, right)
+    ]
+    found = _diff(sides[0], sides[1], tolerance, progress)
+    differing = [item.name for item in found.tensors if item.state == DIFFERS]
+    lonely = {item.name: "golden" for item in found.tensors if item.state == ONLY_LEFT}
+    lonely |= {item.name: "run" for item in found.tensors if item.state == ONLY_RIGHT}
+    if not differing and not lonely:
+        return found
+    weights = CheckpointWeights(sides[0], sides[1], as_view)
+    causes = causes_of_weights(weights, sorted(differing), lonely, sizes_of(theirs.settings))
+    return replace(found, causes=[cause.as_dict() for cause in causes])
+
+
+def _weights(tensors: dict[Key, CheckpointTensor]) -> dict[Key, CheckpointTensor]:
+    """Weights and buffers of the model, without what TransformerEngine keeps beside them."""
+    return {key: entry for key, entry in tensors.items() if key[0] == PARAMETER and not key[1].endswith("_extra_state")}
+
+
+def _diff(
+    left: Checkpoint, right: Checkpoint, tolerance: float, progress: Callable[[int, int], None] | None
+) -> CheckpointDiff:
     found = []
     keys = sorted({*left.tensors, *right.tensors})
     for count, key in enumerate(keys):
@@ -90,19 +134,20 @@ def diff(
     )
 
 
-def _one(kind: str, name: str, a: Held, b: Held, tolerance: float) -> TensorDiff:
+def _one(kind: str, name: str, a: CheckpointTensor, b: CheckpointTensor, tolerance: float) -> TensorDiff:
     reason = a.reason or b.reason
     padded = _vocabulary(name, a.shape, b.shape)
     if not reason and a.shape != b.shape and padded is None:
-        reason = f"shape {a.shape} against {b.shape}"
+        reason = f"shape {a.shape} vs {b.shape}"
     if reason:
         return TensorDiff(kind, name, LAYOUT, reason=reason)
     with reading(f"{kind} {name}"):
         x, y = a.load(), b.load()
+    x, y = as_view(x), as_view(y)
     if padded is not None:
-        x, y = x[:padded], y[:padded]
+        x, y = View(x.dtype, x.words[:padded]), View(y.dtype, y.words[:padded])
     apart = Apart()
-    add_views(apart, _view(x), _view(y), (0,) * x.dim())
+    add_views(apart, x, y, (0,) * x.words.ndim)
     digests = _digest(x), _digest(y)
     same = apart.relative <= tolerance and (tolerance > 0 or apart.differing + apart.unlike == 0)
     return TensorDiff(
@@ -115,7 +160,7 @@ def _one(kind: str, name: str, a: Held, b: Held, tolerance: float) -> TensorDiff
         apart.differing + apart.unlike,
         apart.numel,
         digests,
-        f"vocabulary padded to {a.shape[0]} and to {b.shape[0]}: the first {padded} rows" if padded else "",
+        f"vocabulary padded to {a.shape[0]} and {b.shape[0]}: compared the first {padded} rows" if padded else "",
     )
 
 
@@ -128,11 +173,11 @@ def _masters(side: Checkpoint) -> list[str]:
             continue
         with reading(f"{kind} {name}"):
             rounded = weight.load()
-            same = torch.equal(master.load().to(rounded.dtype), rounded)
+            same = bool((master.load().to(rounded.dtype) == rounded).all())
         if not same:
             wrong.append(name)
     some = f"{wrong[0]}{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}" if wrong else ""
-    return [f"the optimizer's master weights are not the weights: {some}"] if wrong else []
+    return [f"the optimizer's master weights differ from the weights: {some}"] if wrong else []
 
 
 def _vocabulary(name: str, a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
@@ -143,16 +188,20 @@ def _vocabulary(name: str, a: tuple[int, ...], b: tuple[int, ...]) -> int | None
     return None
 
 
-def _view(x: torch.Tensor) -> View:
+def as_view(x: Any) -> View:
+    """The elements of a tensor of torch as words; a view stays as it is."""
+    if isinstance(x, View):
+        return x
     x = x.detach().contiguous()
-    if x.dtype is torch.bfloat16:
+    kind = str(x.dtype)
+    if kind == "torch.bfloat16":
+        import torch
+
         return View("BF16", x.view(torch.int16).numpy().view("<u2"))
-    if x.dtype not in _WORDS:
-        x = x.double()
-    return View(_WORDS[x.dtype], x.numpy())
+    if kind not in _WORDS:
+        x, kind = x.double(), "torch.float64"
+    return View(_WORDS[kind], x.numpy())
 
 
-def _digest(x: torch.Tensor) -> str:
-    word = torch.zeros(1, dtype=torch.int64)
-    numbered_into(x.detach(), None, word, torch.zeros(0))
-    return f"{int(word.item()) & (1 << 64) - 1:016x}"
+def _digest(x: Any) -> str:
+    return f"{digest_of(as_view(x).words):016x}"

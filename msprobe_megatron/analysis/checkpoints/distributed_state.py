@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from msprobe_megatron.checkpoints.canonical import KINDS
-from msprobe_megatron.checkpoints.optimizer_state import Named, State
+from msprobe_megatron.analysis.checkpoints.canonical import KINDS
+from msprobe_megatron.analysis.checkpoints.optimizer_state import Named, State
 
 _ALIGNED = 64
 _PROBED = 256
@@ -34,13 +34,7 @@ class Buffer(NamedTuple):
 
 
 def states_in_buffers(content: Any, chunks: Sequence[dict[str, torch.Tensor]]) -> tuple[list[State], list[Buffer]]:
-    """State tensors with the weights they belong to, and the buffers that could not be taken apart.
-
-    Example::
-
-        states, odd = states_in_buffers(load_file(path / "distrib_optim.pt"), [content["model"]])
-        states[0]       # ("master", 0, "decoder.final_layernorm.weight", tensor)
-    """
+    """State tensors with the weights they belong to, and the buffers that could not be taken apart."""
     found: list[State] = []
     odd: list[Buffer] = []
     taken: set[tuple[int, str]] = set()

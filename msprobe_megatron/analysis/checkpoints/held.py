@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 PARAMETER = "parameter"
 BUFFER = "optimizer_buffer"
@@ -25,13 +22,7 @@ class CheckpointError(Exception):
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Whatever goes wrong while something of a stranger's is read is about that file.
-
-    Example::
-
-        with reading(path):
-            tensor = held.load()
-    """
+    """Whatever goes wrong while something of a stranger's is read is about that file."""
     try:
         yield
     except CheckpointError:
@@ -42,26 +33,23 @@ def reading(what: object) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Held:
+class CheckpointTensor:
     """One tensor. `load` gives the whole of it; `reason` says why it cannot, and is empty where it can."""
 
     shape: tuple[int, ...]
-    load: Callable[[], torch.Tensor]
+    load: Callable[[], Any]
+    """A tensor of torch, or a `View` where the file is read without torch."""
     reason: str = ""
 
 
 @dataclass
 class Checkpoint:
-    """A checkpoint of one iteration.
-
-    Example::
-
-        checkpoint = open_checkpoint("checkpoints/run1")
-        checkpoint.tensors["parameter", "decoder.final_layernorm.weight"].load()
-    """
+    """A checkpoint of one iteration."""
 
     path: Path
     form: str
     iteration: int | None
-    tensors: dict[Key, Held] = field(default_factory=dict)
+    tensors: dict[Key, CheckpointTensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """config.json of a checkpoint of Hugging Face."""

@@ -15,11 +15,18 @@ from typing import Any
 
 import torch
 
-from msprobe_megatron.checkpoints.canonical import EXPERT, LAYER, TIED, canonical, cut_of
-from msprobe_megatron.checkpoints.distributed_state import states_in_buffers
-from msprobe_megatron.checkpoints.held import BUFFER, PARAMETER, Checkpoint, CheckpointError, Held, Key
-from msprobe_megatron.checkpoints.optimizer_state import State, states_of
-from msprobe_megatron.checkpoints.safe_load import load_file
+from msprobe_megatron.analysis.checkpoints.canonical import EXPERT, LAYER, TIED, canonical, cut_of
+from msprobe_megatron.analysis.checkpoints.distributed_state import states_in_buffers
+from msprobe_megatron.analysis.checkpoints.held import (
+    BUFFER,
+    PARAMETER,
+    Checkpoint,
+    CheckpointError,
+    CheckpointTensor,
+    Key,
+)
+from msprobe_megatron.analysis.checkpoints.optimizer_state import State, states_of
+from msprobe_megatron.analysis.checkpoints.safe_load import load_file
 
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?$")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -125,8 +132,8 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(item, f"{name}.{key}" if name else str(key))
 
 
-def _whole(tensor: torch.Tensor) -> Held:
-    return Held(tuple(tensor.shape), lambda: tensor)
+def _whole(tensor: torch.Tensor) -> CheckpointTensor:
+    return CheckpointTensor(tuple(tensor.shape), lambda: tensor)
 
 
 Parts = dict[tuple[int, int, int], torch.Tensor]
@@ -173,14 +180,14 @@ def _expert_count(chunk: dict[str, torch.Tensor]) -> int:
     return 1 + max((int(match[2]) for name in chunk if (match := EXPERT.match(name))), default=-1)
 
 
-def _joined(name: str, parts: Parts, settings: _Settings) -> Held:
+def _joined(name: str, parts: Parts, settings: _Settings) -> CheckpointTensor:
     """The whole of a tensor from the parts of its first stage and first expert-parallel rank."""
     first = min(parts)[:2]
     ordered = [tensor for place, tensor in sorted(parts.items()) if place[:2] == first]
     shapes = {tuple(part.shape) for part in ordered}
     shape = tuple(ordered[0].shape)
     if len(shapes) > 1:
-        return Held(shape, lambda: ordered[0], f"parts of shapes {sorted(shapes)}")
+        return CheckpointTensor(shape, lambda: ordered[0], f"parts of shapes {sorted(shapes)}")
     cut = cut_of(name, settings.gated)
     if EXPERT.match(name) and settings.expert_tp == 1:
         cut = None
@@ -188,10 +195,12 @@ def _joined(name: str, parts: Parts, settings: _Settings) -> Held:
         return _whole(ordered[0])
     if cut is None or cut[0] >= len(shape):
         same = all(torch.equal(part, ordered[0]) for part in ordered[1:])
-        return Held(shape, lambda: ordered[0], "" if same else "differs between tensor-parallel ranks; cut not known")
+        return CheckpointTensor(
+            shape, lambda: ordered[0], "" if same else "differs between tensor-parallel ranks; cut not known"
+        )
     dim, order = cut
     whole = tuple(n * len(ordered) if i == dim else n for i, n in enumerate(shape))
-    return Held(whole, lambda: _cat(ordered, dim, order))
+    return CheckpointTensor(whole, lambda: _cat(ordered, dim, order))
 
 
 def _cat(parts: list[torch.Tensor], dim: int, order: str) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from msprobe_megatron.checkpoints.canonical import KINDS
+from msprobe_megatron.analysis.checkpoints.canonical import KINDS
 
 Named = tuple[int, str, torch.Tensor]
 """Chunk, local name, weight."""
@@ -23,13 +23,7 @@ State = tuple[str, int, str, torch.Tensor]
 
 
 def states_of(optimizer: Any, chunks: Sequence[dict[str, torch.Tensor]]) -> tuple[list[State], str]:
-    """All state tensors with the weights they belong to, and why there are none.
-
-    Example::
-
-        states, problem = states_of(content["optimizer"], [content["model"]])
-        states[0]       # ("exp_avg", 0, "embedding.word_embeddings.weight", tensor)
-    """
+    """All state tensors with the weights they belong to, and why there are none."""
     weights = [(chunk, name, value) for chunk, tensors in enumerate(chunks) for name, value in tensors.items()]
     found: list[State] = []
     problems = []

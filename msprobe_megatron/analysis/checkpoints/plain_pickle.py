@@ -34,12 +34,7 @@ class Record:
 
 
 def read_pickle(data: bytes) -> Any:
-    """The data of a pickle; raises `PickleError` at any opcode that is not one of plain data.
-
-    Example::
-
-        read_pickle(Path(".metadata").read_bytes()).get("state_dict_metadata")
-    """
+    """The data of a pickle; raises `PickleError` at any opcode that is not one of plain data."""
     machine = _Machine()
     if len(data) > _LARGEST:
         raise PickleError(f"{len(data)} bytes; accepted: at most {_LARGEST}")

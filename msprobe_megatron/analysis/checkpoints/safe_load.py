@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import torch
 
-from msprobe_megatron.checkpoints.held import CheckpointError
+from msprobe_megatron.analysis.checkpoints.held import CheckpointError
 
 _MOST_ENTRIES = 1 << 22
 _MOST_REPEATED = 64 << 20
@@ -38,12 +38,7 @@ class StandIn:
 
 
 def load_file(path: Path, trust: bool = False) -> Any:
-    """Everything in a file of torch.save; tensors are mapped, not read, where the file allows it.
-
-    Example::
-
-        load_file(Path("mp_rank_00/model_optim_rng.pt"))["model"]
-    """
+    """Everything in a file of torch.save; tensors are mapped, not read, where the file allows it."""
     names = unknown_classes(path)
     odd = [name for name in names if name not in _KNOWN_WHOLE and not name.startswith(_KNOWN)]
     if odd and not trust:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from msprobe_megatron.checkpoints.canonical import KINDS, canonical, stacked
-from msprobe_megatron.checkpoints.held import PARAMETER, Checkpoint, CheckpointError, Held, Key
-from msprobe_megatron.checkpoints.plain_pickle import PickleError, Record, read_pickle
-from msprobe_megatron.checkpoints.safe_load import load_tensor
+from msprobe_megatron.analysis.checkpoints.canonical import KINDS, canonical, stacked
+from msprobe_megatron.analysis.checkpoints.held import PARAMETER, Checkpoint, CheckpointError, CheckpointTensor, Key
+from msprobe_megatron.analysis.checkpoints.plain_pickle import PickleError, Record, read_pickle
+from msprobe_megatron.analysis.checkpoints.safe_load import load_tensor
 
 _STATE = "optimizer.state."
 Chunk = tuple[tuple[int, ...], tuple[int, ...], Path, int, int]
@@ -40,10 +40,12 @@ def open_torch_dist(directory: Path, iteration: int | None) -> Checkpoint:
         covered = sum(math.prod(sizes) for _, sizes, _, _, _ in held)
         reason = "" if covered == math.prod(shape) else f"{covered} of {math.prod(shape)} elements are in the files"
         if covered > _bytes_of(held, files):  # sizes that are only claimed: nothing is made of them
-            found.tensors[_key(key)] = Held(shape, _Loader([], (), shape), "more elements than its files have bytes")
+            found.tensors[_key(key)] = CheckpointTensor(
+                shape, _Loader([], (), shape), "more elements than its files have bytes"
+            )
             continue
         for name, place, rest in _each(key, shape):
-            found.tensors[_key(name)] = Held(rest, _Loader(held, place, rest), reason)
+            found.tensors[_key(name)] = CheckpointTensor(rest, _Loader(held, place, rest), reason)
     return found
 
 

@@ -1,7 +1,7 @@
-"""Diagnosis of one run alone: what is wrong with it, where it began, how sure that is, what to run next.
+"""Diagnosis of a single run: what is wrong, where it began, with which confidence, and what to run next.
 
-Looks for the first non-finite number in order of cause and says where it came from, for ranks that should hold the same
-numbers and do not, for skipped steps, alerts, faults of the kit, and what was asked and did not happen.
+Reports the first non-finite value in causal order and its origin, ranks that should hold identical values but differ,
+skipped steps, alerts, faults of the kit, and requests that were not fulfilled.
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from msprobe_megatron.analyse.anomalies import Anomaly, anomalies
-from msprobe_megatron.analyse.judge import judge
-from msprobe_megatron.analyse.load import Run
-from msprobe_megatron.analyse.match import Pairs, match
-from msprobe_megatron.analyse.monitor_files import steps_of
-from msprobe_megatron.analyse.order import causal_order, forward_places
-from msprobe_megatron.analyse.ranks import RankFinder
-from msprobe_megatron.analyse.source import NonFinite, first_non_finite, non_finite_counts
-from msprobe_megatron.analyse.summary import warnings
-from msprobe_megatron.analyse.suspects import suspects
-from msprobe_megatron.analyse.tolerance import Scene, tolerances
+from msprobe_megatron.analysis.compare.match import Pairs, match
+from msprobe_megatron.analysis.compare.verdict.causes import causal_order, forward_places
+from msprobe_megatron.analysis.compare.verdict.differences import RankFinder
+from msprobe_megatron.analysis.compare.verdict.judge import judge
+from msprobe_megatron.analysis.compare.verdict.tolerance import Scene, tolerances
+from msprobe_megatron.analysis.diagnose.nonfinite_origin import (
+    FirstNonFinite,
+    first_non_finite,
+    holds,
+    non_finite_counts,
+)
+from msprobe_megatron.analysis.diagnose.nonfinite_reach import Reach, sort_by_reach
+from msprobe_megatron.analysis.diagnose.summary import expects_rows, warnings
+from msprobe_megatron.analysis.diagnose.suspects import Anomaly, anomalies, suspects
+from msprobe_megatron.analysis.laws.law import Breach, Law
+from msprobe_megatron.analysis.laws.registry import examine
+from msprobe_megatron.analysis.load.run import Run, RunError, steps_of
 from msprobe_megatron.topology.layers import layer_of
 
 _SHOWN = 5
@@ -31,7 +37,7 @@ _ANOMALIES = 10
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. `sure` is `certain`, `likely` or `possible`; `next` is a command or an advice."""
+    """One problem. `sure` is `certain`, `likely` or `possible`; `next` is a command or a piece of advice."""
 
     what: str
     text: str
@@ -48,6 +54,10 @@ class Diagnosis:
     steps: list[int]
     tensors: int
     findings: list[Finding]
+    laws: dict[str, str] = field(default_factory=dict)
+    """Every law by name: `holds`, `broken`, or `not checked: needs …`."""
+    notes: list[Finding] = field(default_factory=list)
+    """What is no problem but may be taken for one."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for `--json`."""
@@ -55,54 +65,83 @@ class Diagnosis:
 
 
 def diagnose(run: Run, step: int | None = None) -> Diagnosis:
-    """Look at a run, or at one of its steps.
-
-    Example::
-
-        [finding.what for finding in diagnose(open_run("probe_out")).findings]
-    """
+    """Diagnose a run, or one of its steps."""
     findings: list[Finding] = []
+    notes: list[Finding] = []
     tensors = 0
     if run.files:
-        # A run matched with itself: every tensor merged, in the form that ordering and judging understand.
+        # The run matched with itself: merged tensors in the form that `causal_order` and `judge` take.
         pairs = match(run, run, step)
         tensors = len(pairs)
     if tensors:
         order = causal_order(pairs, forward_places(run))
-        findings += [*_non_finite(run, pairs, order), *_replicas(run, pairs, order), *_loss_scale(run)]
-    told = anomalies(run)
-    findings += _events(run, told)
+        reach = sort_by_reach(pairs, order, non_finite_counts(pairs))
+        findings += [*_non_finite(run, pairs, reach), *_replicas(run, pairs, order), *_loss_scale(run)]
+        notes += _unused(pairs, reach)
+    examined = examine(run, step)
+    findings += _laws(examined.broken, findings)
+    notes += _laws(examined.notes, findings)
+    reported = anomalies(run)
+    findings += _events(run, reported)
     findings += [
         Finding("suspect", found.text, found.sure, found.next, asdict(found))
         for found in suspects(run, step)[:_ANOMALIES]
     ]
     findings += [
         Finding("warning", text, "certain", f"msprobe-megatron patches {run.path}")
-        for text in [text for text in warnings(run) if not any(anomaly.tells(text) for anomaly in told)][:_SHOWN]
+        for text in [text for text in warnings(run) if not any(anomaly.repeats(text) for anomaly in reported)][:_SHOWN]
     ]
+    if not tensors and not run.perturb and expects_rows(run):
+        if not findings:
+            raise RunError(_nothing_seen(run, step))
+        findings.append(Finding("warning", _nothing_seen(run, step), "certain", f"msprobe-megatron summary {run.path}"))
     steps = run.steps or sorted({number for part in run.perturb for number in steps_of(part)})
-    return Diagnosis(str(run.path), steps if step is None else [step], tensors, findings)
+    return Diagnosis(str(run.path), steps if step is None else [step], tensors, findings, examined.states(), notes)
 
 
-def _non_finite(run: Run, pairs: Pairs, order: npt.NDArray[np.int64]) -> list[Finding]:
-    found = first_non_finite(run, pairs, order)
+def _nothing_seen(run: Run, step: int | None) -> str:
+    """Nothing to diagnose is no clean bill: the reason for it."""
+    if step is not None:
+        return f"{run.path}: no rows of step {step}; recorded steps: {run.steps or 'none'}; nothing was diagnosed"
+    counts = [facts.get("ledger", {}).get("written", {}).get("steps_written", 0) for facts in run.ranks.values()]
+    written = sum(count for count in counts if isinstance(count, int))
+    lost = f"; its ranks report {written} written steps, whose directories are gone" if written else ""
+    return f"{run.path}: no recorded step found{lost}; nothing was diagnosed"
+
+
+def _unused(pairs: Pairs, reach: Reach) -> list[Finding]:
+    """Non-finite values of steps whose loss and gradients are finite."""
+    if not reach.unused:
+        return []
+    first, names = reach.unused[0], {str(pairs["name"][i]) for i in reach.unused}
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    text = (
+        f"non-finite values that reached neither the loss nor a gradient of their step: {_label(pairs, first)}"
+        f" ({holds(pairs, first)}){more}"
+    )
+    where = {"names": sorted(names), "step": int(pairs["step"][first]), "name": str(pairs["name"][first])}
+    return [Finding("unused_non_finite", text, "certain", "nothing: the loss and all gradients are finite", where)]
+
+
+def _non_finite(run: Run, pairs: Pairs, reach: Reach) -> list[Finding]:
+    found = first_non_finite(run, pairs, reach.reached)
     if found is None:
         return []
     i = found.index
     finder = RankFinder(None, run, pairs, [i])
     ranks = finder.non_finite(i)
-    name, step = str(pairs["name"][i]), int(pairs["step"][i])
+    name, step, numel = str(pairs["name"][i]), int(pairs["step"][i]), int(pairs.both("numel").left[i])
     microbatch = None if np.isnan(float(pairs["microbatch"][i])) else int(pairs["microbatch"][i])
     at = f"step {step}" + ("" if microbatch is None else f", microbatch {microbatch}") + f", {pairs['phase'][i]}"
     text = (
-        f"first non-finite number: {found.count} of {int(pairs['numel_l'][i])} elements of {_label(pairs, i)}"
+        f"first non-finite value: {found.count} of {numel} elements of {_label(pairs, i)}"
         f" ({found.what}); {at}, ranks {ranks}. {found.origin.words}"
     )
     where = {
         "source": found.origin.source,
         "words": found.origin.words,
         "holds": found.what,
-        "numel": int(pairs["numel_l"][i]),
+        "numel": numel,
         "module": found.origin.module,
         "name": name,
         "io": str(pairs["io"][i]),
@@ -119,17 +158,17 @@ def _non_finite(run: Run, pairs: Pairs, order: npt.NDArray[np.int64]) -> list[Fi
     return [Finding("non_finite", text, found.origin.sure, _next(run, found, step), where), *_skipped(pairs)]
 
 
-def _next(run: Run, found: NonFinite, step: int) -> str:
+def _next(run: Run, found: FirstNonFinite, step: int) -> str:
     advice = {
-        "weight": "look at the checkpoint or the update that wrote it: record the step before,"
+        "weight": "check the checkpoint or the update that wrote it: record the previous step,"
         f" --msprobe-steps {max(step - 1, 0)}",
-        "data": "look at the batch of that step and microbatch; the model is not at fault",
-        "communication": "run again with another algorithm or link for that group, and compare:"
+        "data": "inspect the batch of that step and microbatch; the model is not at fault",
+        "communication": "rerun with another algorithm or network path for that group, and compare:"
         f" msprobe-megatron compare {run.path} OTHER --step {step}",
     }
     return advice.get(
         found.origin.source,
-        f"record this module alone with its inputs: dump.list: [{found.origin.module}], --msprobe-steps {step}",
+        f"record only this module, with its inputs: dump.list: [{found.origin.module}], --msprobe-steps {step}",
     )
 
 
@@ -140,15 +179,17 @@ def _skipped(pairs: Pairs) -> list[Finding]:
     if not steps:
         return []
     text = (
-        f"reduced gradients are not finite at steps {steps}: an optimizer with a loss scale skips them,"
+        f"reduced gradients are non-finite at steps {steps}: an optimizer with a loss scaler skips these steps,"
         " any other writes NaN into the weights"
     )
-    return [Finding("skipped_step", text, "certain", "see the first non-finite number", {"steps": steps})]
+    return [Finding("skipped_step", text, "certain", "see the first non-finite value", {"steps": steps})]
 
 
 def _replicas(run: Run, pairs: Pairs, order: npt.NDArray[np.int64]) -> list[Finding]:
     judgement = judge(pairs, tolerances(pairs, Scene.of(run, run, pairs)))
-    odd = [int(i) for i in order if judgement.replica[i]]
+    # Calls of no module are numbered on each stage for itself: the same name is not the same call there.
+    stages = run.sizes.get("pp", 1) > 1
+    odd = [int(i) for i in order if judgement.replica[i] and not (stages and _of_no_module(str(pairs["name"][i])))]
     if not odd:
         return []
     finder = RankFinder(None, run, pairs, odd[:1])
@@ -156,8 +197,8 @@ def _replicas(run: Run, pairs: Pairs, order: npt.NDArray[np.int64]) -> list[Find
     ranks = finder.ranks(first, replica=True, tolerance=float(judgement.tolerance[first]))
     step = int(pairs["step"][first])
     text = (
-        f"ranks {ranks} should hold the same {_label(pairs, first)} and do not (step {step},"
-        f" apart by {judgement.error[first]:.1e}); {len(odd)} tensors in all"
+        f"ranks {ranks} should hold identical values of {_label(pairs, first)} but differ (step {step},"
+        f" relative error {judgement.error[first]:.1e}); {len(odd)} tensors in total"
     )
     where = {
         "name": str(pairs["name"][first]),
@@ -171,8 +212,22 @@ def _replicas(run: Run, pairs: Pairs, order: npt.NDArray[np.int64]) -> list[Find
     return [Finding("replicas", text, sure, f"msprobe-megatron compare GOLDEN {run.path} --step {step}", where)]
 
 
+def _of_no_module(name: str) -> bool:
+    return name.startswith("outside/")
+
+
+def _laws(breaches: list[tuple[Law, Breach]], known: list[Finding]) -> list[Finding]:
+    """Laws that are broken, or noted; replicas that disagree are told once."""
+    told = {finding.what for finding in known}
+    return [
+        Finding("law", f"{law.name}: {breach.text}", breach.sure, law.next, {"law": law.name, **breach.where})
+        for law, breach in breaches
+        if not (law.name in ("replicas", "replicated-activations") and "replicas" in told)
+    ]
+
+
 def _loss_scale(run: Run) -> list[Finding]:
-    """A loss scale that fell between two recorded steps: steps were skipped for overflow."""
+    """A loss scale that fell between two recorded steps: steps were skipped because of overflow."""
     scales = (
         run.rows()
         .filter("kind = 'loss' and name = 'loss_scale'")
@@ -183,9 +238,9 @@ def _loss_scale(run: Run) -> list[Finding]:
     return [
         Finding(
             "skipped_step",
-            f"the loss scale fell from {before:g} at step {a} to {after:g} at step {b}: steps between were skipped",
+            f"the loss scale fell from {before:g} at step {a} to {after:g} at step {b}: steps in between were skipped",
             "certain",
-            f"record the steps between: --msprobe-steps {a}-{b}",
+            f"record the steps in between: --msprobe-steps {a}-{b}",
             {"steps": [a, b]},
         )
         for (a, before), (b, after) in zip(scales, scales[1:], strict=False)
@@ -194,12 +249,12 @@ def _loss_scale(run: Run) -> list[Finding]:
 
 
 def _events(run: Run, found: list[Anomaly]) -> list[Finding]:
-    """What alerts and checks said, in order of cause."""
+    """Alerts and failed checks, in causal order."""
     shown = [
         Finding("alert", anomaly.text, "certain", _see(run, anomaly), anomaly.where()) for anomaly in found[:_ANOMALIES]
     ]
     if len(found) > len(shown):
-        text = f"{len(found) - len(shown)} more alerts after those"
+        text = f"{len(found) - len(shown)} more alerts follow"
         shown.append(Finding("alert", text, "certain", f"{run.path}/events.jsonl"))
     return shown
 

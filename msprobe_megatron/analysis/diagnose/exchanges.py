@@ -1,7 +1,7 @@
-"""Communication put together again: what one rank sent beside what the other received, and who took part.
+"""Communication matched across ranks: what one rank sent beside what the other received, and which ranks took part.
 
-Each rank wrote what went into and came out of its own calls. Calls of one operation in one group happen in the same
-order on all its members, so that the n-th of each belong together; a send belongs to the n-th receive of its peer.
+Each rank recorded the inputs and outputs of its own calls. Calls of one operation in one group happen in the same order
+on all members, so the n-th call of each rank belong together; a send belongs to the n-th receive of its peer.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from msprobe_megatron.analyse.load import Run, RunError
+from msprobe_megatron.analysis.load.run import Run, RunError
 
 _SAME_ON_ALL = ("all_reduce", "broadcast")
 
 
 @dataclass
-class Exchange:
-    """One communication with everybody who took part. `finding` says what does not fit, "" when all does."""
+class MatchedExchange:
+    """One communication with all ranks that took part. `finding` names an inconsistency; empty if there is none."""
 
     op: str
     group: str
@@ -32,7 +32,7 @@ class Exchange:
     bytes: int
     seq: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Sum and norm of what each rank gave."""
+    """Sum and norm of each rank's input."""
     outputs: dict[int, tuple[float, float]] = field(default_factory=dict)
     finding: str = ""
 
@@ -40,62 +40,54 @@ class Exchange:
         """Plain values for a page."""
         return asdict(self)
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for the calls of all ranks that can belong together."""
+        return ("message", *self.ranks) if self.op == "send" else (self.op, tuple(self.ranks))
 
-def exchanges(run: Run, step: int) -> list[Exchange]:
-    """All communication of a step, in the order of the first rank that took part.
+    def add(self, rank: int, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Add the rows of one rank's call."""
+        for _, seq, _, _, _, io, _, total, squares, non_finite in rows:
+            self.seq.setdefault(rank, seq)
+            statistics = (math.nan, math.nan) if non_finite or total is None else (total, math.sqrt(squares))
+            side = self.inputs if io == "input" else self.outputs
+            side.setdefault(rank, statistics)
 
-    Example::
 
-        [x.finding for x in exchanges(open_run("probe_out"), step=10) if x.finding]
-    """
+def exchanges(run: Run, step: int) -> list[MatchedExchange]:
+    """All communication of a step, in the order of the first rank that took part."""
     try:
         rows = run.rows(step=step).filter("kind = 'comm'")
     except RunError:
         return []
-    found = (
-        rows.order("rank, seq")
-        .project("rank, seq, microbatch, phase, name, io, extra, sum, sumsq, n_nan + n_posinf + n_neginf")
-        .fetchall()
-    )
-    together: dict[tuple[Any, ...], Exchange] = {}
+    columns = "rank, seq, microbatch, phase, name, io, extra, sum, sumsq, n_nan + n_posinf + n_neginf"
+    matched: dict[tuple[Any, ...], MatchedExchange] = {}
     counts: dict[tuple[Any, ...], int] = defaultdict(int)
-    calls = _calls(found)
-    for (rank, name), rows_of_call in calls.items():
-        extra = _extra(rows_of_call[0][6])
-        op, ranks = str(extra.get("op", "")), [int(r) for r in extra.get("ranks", [])]
-        peer = int(extra["peer"]) if isinstance(extra.get("peer"), int) else None
-        # A pair is named by its sender: the n-th message from one rank to another.
-        pair = [] if peer is None else [rank, peer] if op == "send" else [peer, rank]
-        what = ("message", *pair) if pair else (op, tuple(ranks))
-        counts[rank, what] += 1
-        key = (*what, counts[rank, what])
-        exchange = together.get(key)
-        if exchange is None:
-            _, seq, microbatch, phase, *_ = rows_of_call[0]
-            exchange = together[key] = Exchange(
-                "send" if pair else op,
-                str(extra.get("group", "")),
-                pair or ranks,
-                name.partition("/torch.distributed")[0],
-                step,
-                microbatch,
-                phase,
-                int(extra.get("bytes", 0)),
-            )
-        for _, seq, _, _, _, io, _, total, squares, bad in rows_of_call:
-            exchange.seq.setdefault(rank, seq)
-            figures = (math.nan, math.nan) if bad or total is None else (total, math.sqrt(squares))
-            side = exchange.inputs if io == "input" else exchange.outputs
-            side.setdefault(rank, figures)
-    ordered = list(together.values())
-    selected = {rank for _, rank, _ in run.files}
-    for exchange in ordered:
-        exchange.finding = _finding(exchange, selected)
-    return sorted(ordered, key=lambda x: min(x.seq.items()))
+    for (rank, name), rows_of_call in _calls(rows.order("rank, seq").project(columns).fetchall()).items():
+        call = _call(rank, name, step, rows_of_call[0])
+        counts[rank, call.key] += 1
+        matched.setdefault((call.key, counts[rank, call.key]), call).add(rank, rows_of_call)
+    recorded = {rank for _, rank, _ in run.files}
+    for exchange in matched.values():
+        exchange.finding = _finding(exchange, recorded)
+    return sorted(matched.values(), key=lambda exchange: min(exchange.seq.items()))
+
+
+def _call(rank: int, name: str, step: int, row: tuple[Any, ...]) -> MatchedExchange:
+    """One rank's call, from its first row, without its statistics."""
+    _, _, microbatch, phase, *_ = row
+    extra = _extra(row[6])
+    op, ranks = str(extra.get("op", "")), [int(r) for r in extra.get("ranks", [])]
+    if isinstance(extra.get("peer"), int):
+        # Both ends of a message are the n-th from its sender to its receiver.
+        op, ranks = "send", [rank, extra["peer"]] if op == "send" else [extra["peer"], rank]
+    module = name.partition("/torch.distributed")[0]
+    group, size = str(extra.get("group", "")), int(extra.get("bytes", 0))
+    return MatchedExchange(op, group, ranks, module, step, microbatch, phase, size)
 
 
 def _calls(rows: Iterable[tuple[Any, ...]]) -> dict[tuple[int, str], list[tuple[Any, ...]]]:
-    """Rows of one call together; a name is used again in another microbatch or phase."""
+    """Rows grouped by call; a name is reused in other microbatches and phases."""
     calls: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
     last: dict[tuple[int, str], tuple[Any, ...]] = {}
     for row in rows:
@@ -120,24 +112,29 @@ def _extra(text: str | None) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _finding(exchange: Exchange, recorded: set[int]) -> str:
+def _finding(exchange: MatchedExchange, recorded: set[int]) -> str:
     if exchange.op == "send":
-        sender, receiver = exchange.ranks
-        sent, got = exchange.inputs.get(sender), exchange.outputs.get(receiver)
-        if sent is not None and got is not None and not _equal(sent, got):
-            return f"rank {receiver} received norm {got[1]:.6g}, rank {sender} sent {sent[1]:.6g}"
-        for side, rank, word in ((sent, sender, "sent"), (got, receiver, "received")):
-            if side is None and rank in recorded:
-                return f"rank {rank} has no record of what it {word}"
-        return ""
+        return _message_finding(exchange, recorded)
     absent = [rank for rank in exchange.ranks if rank in recorded and rank not in exchange.seq]
     if absent:
-        return f"ranks {absent} took no part"
+        return f"ranks {absent} did not take part"
     if exchange.op in _SAME_ON_ALL and exchange.outputs:
         first, *others = exchange.outputs.items()
-        for rank, figures in others:
-            if not _equal(figures, first[1]):
-                return f"results differ: norm {first[1][1]:.6g} on rank {first[0]}, {figures[1]:.6g} on rank {rank}"
+        for rank, statistics in others:
+            if not _equal(statistics, first[1]):
+                return f"results differ: norm {first[1][1]:.6g} on rank {first[0]}, {statistics[1]:.6g} on rank {rank}"
+    return ""
+
+
+def _message_finding(exchange: MatchedExchange, recorded: set[int]) -> str:
+    sender, receiver = exchange.ranks
+    sent, received = exchange.inputs.get(sender), exchange.outputs.get(receiver)
+    if sent is not None and received is not None and not _equal(sent, received):
+        return f"rank {receiver} received norm {received[1]:.6g}, rank {sender} sent {sent[1]:.6g}"
+    if sent is None and sender in recorded:
+        return f"rank {sender} has no record of sending it"
+    if received is None and receiver in recorded:
+        return f"rank {receiver} has no record of receiving it"
     return ""
 
 
@@ -145,13 +142,8 @@ def _equal(left: tuple[float, float], right: tuple[float, float]) -> bool:
     return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(left, right, strict=True))
 
 
-def totals(found: Iterable[Exchange]) -> list[dict[str, Any]]:
-    """Calls and bytes by operation and group, the largest first.
-
-    Example::
-
-        totals(exchanges(run, step=10))[0]      # {"op": "all_reduce", "group": "tp", "calls": 24, "bytes": 393216}
-    """
+def totals(found: Iterable[MatchedExchange]) -> list[dict[str, Any]]:
+    """Calls and bytes by operation and group, the largest first."""
     table: dict[tuple[str, str], dict[str, Any]] = {}
     for exchange in found:
         entry = table.setdefault(

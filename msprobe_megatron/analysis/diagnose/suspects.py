@@ -1,7 +1,11 @@
-"""Operators that perturb found fragile or wrong: one suspect an operator and verdict, worst first, and what to do next.
+"""Anomalies of a run in causal order, and the operators that perturb suspects.
 
-A NaN or an Inf comes before everything else, the earliest first: it is what others inherit. Then what is certain, by
-how far it is over its limit. Layers that have the same operator with the same verdict are one suspect.
+Ranks write events as they occur. Their causal order follows from the step, the microbatch, the phase, the pipeline
+stage (ascending in the forward, descending in the backward) and the order of execution on the rank.
+
+Suspects: one per operator and verdict, worst first, with a next step. NaN and Inf come before everything else, the
+earliest first, because others inherit them. Then come certain verdicts, by how far they exceed their limit. Layers with
+the same operator and the same verdict are one suspect.
 """
 
 from __future__ import annotations
@@ -9,11 +13,107 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from msprobe_megatron.analyse.load import Run
+from msprobe_megatron.analysis.load.run import Run
+from msprobe_megatron.run_directory.directory import read_events
 from msprobe_megatron.topology.layers import layer_of
+
+_EVENTS = ("alert", "nonfinite", "check")
+_PHASES = {"forward": 0, "recompute": 1, "backward": 2, "optimizer": 3}
+SAME = ("step", "event", "rule", "kind", "name", "io", "path", "microbatch", "phase")
+"""Fields that are equal in the events of several ranks about the same anomaly."""
+_UNKNOWN = 1 << 40
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    """One event, and all ranks that reported it. `samples` are the first and last number in order of consumption."""
+
+    event: dict[str, Any]
+    ranks: list[int]
+    samples: tuple[int, int] | None
+    texts: frozenset[str] = frozenset()
+    """What each of the ranks reported: their values may differ."""
+
+    @property
+    def text(self) -> str:
+        """One line of text, with the samples where they are known."""
+        event = self.event
+        who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {self.ranks}"
+        text = f"step {event.get('step')}, {who}: {event.get('text', event.get('event'))}"
+        if self.samples is not None and event.get("kind") == "loss":
+            digests = ", ".join(f"{name} {digest}" for name, digest in event.get("data", {}).items())
+            text += f"; samples {self.samples[0]}-{self.samples[1]} in order of consumption"
+            text += f" ({digests})" if digests else ""
+        return text
+
+    def repeats(self, warning: str) -> bool:
+        """True if a warning about the run reports the same anomaly."""
+        return any(text in warning for text in self.texts)
+
+    def where(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        keys = ("step", "rank", "rule", "microbatch", "phase", "kind", "name", "io", "path", "value", "data", "group")
+        found = {key: self.event[key] for key in keys if key in self.event}
+        return {**found, "ranks": self.ranks, **({"samples": list(self.samples)} if self.samples is not None else {})}
+
+
+def anomalies(run: Run) -> list[Anomaly]:
+    """All anomalies, causes before their possible effects; reports of several ranks about one tensor are one."""
+    events = [event for event in read_events(run.path) if event.get("event") in _EVENTS]
+    grouped: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    places = {rank: facts.get("coordinates", {}) for rank, facts in run.ranks.items()}
+    for event in sorted(events, key=lambda event: order_of(event, places)):
+        grouped.setdefault(tuple(repr(event.get(key)) for key in SAME), []).append(event)
+    found = []
+    for same in grouped.values():
+        ranks = {
+            rank for event in same for rank in (event.get("ranks") or [event.get("rank")]) if isinstance(rank, int)
+        }
+        texts = frozenset(text for event in same if (text := str(event.get("text", ""))))
+        found.append(Anomaly(same[0], sorted(ranks) or [-1], _samples(same[0], run), texts))
+    return found
+
+
+def order_of(event: Mapping[str, Any], places: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
+    """Sort key of an event: step, then weights before microbatches before whole-step values, and so on.
+
+    `places` are the coordinates of every rank.
+    """
+    phase = _PHASES.get(str(event.get("phase")), 3)
+    microbatch = event.get("microbatch")
+    whole = 0 if event.get("kind") == "parameter" else 1 if isinstance(microbatch, int) else 2
+    place = places.get(_number(event.get("rank"), -1), {})
+    stage = _number(event.get("vpp"), 0) * _number(place.get("pp_size"), 1) + _number(place.get("pp"), 0)
+    return (
+        _number(event.get("step"), _UNKNOWN),
+        whole,
+        _number(microbatch, 0),
+        phase,
+        -stage if phase == _PHASES["backward"] else stage,
+        _number(event.get("seq"), _UNKNOWN),
+    )
+
+
+def _samples(event: dict[str, Any], run: Run) -> tuple[int, int] | None:
+    """The samples of a microbatch, in Megatron's order: microbatch, then data-parallel rank, then row."""
+    arguments = run.facts.get("arguments") or {}
+    size, batch = arguments.get("micro_batch_size"), arguments.get("global_batch_size")
+    place = run.ranks.get(_number(event.get("rank"), -1), {}).get("coordinates", {})
+    known = (event.get("microbatch"), event.get("step"), size, batch, place.get("dp"))
+    if not all(isinstance(value, int) for value in known) or arguments.get("rampup_batch_size"):
+        return None
+    microbatch, step, size, batch, dp = (int(value) for value in known if value is not None)
+    first = step * batch + (microbatch * _number(place.get("dp_size"), 1) + dp) * size
+    return first, first + size - 1
+
+
+def _number(value: Any, otherwise: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else otherwise
+
 
 _LAYER = re.compile(r"(^|\.)layers\.\d+")
 _WEIGHT = {"nan": 0, "inf": 0, "odd": 1, "wrong": 1, "nondeterministic": 2, "sign": 2, "changed": 3, "fragile": 4}
@@ -23,7 +123,7 @@ _SHOWN_STEPS = 5
 
 @dataclass(frozen=True)
 class Suspect:
-    """An operator with a verdict: where it stands, how often it was found in how many looks, and the worst figures."""
+    """An operator with a verdict: its place, in how many of its checks it was found, and the worst statistics."""
 
     name: str
     op: str
@@ -43,12 +143,7 @@ class Suspect:
 
 
 def suspects(run: Run, step: int | None = None) -> list[Suspect]:
-    """The suspects of a run, or of one of its steps.
-
-    Example::
-
-        suspects(open_run("probe_out"))[0].text
-    """
+    """The suspects of a run, or of one of its steps."""
     if not run.perturb:
         return []
     rows = run.perturb_rows()
@@ -79,7 +174,7 @@ def _suspect(run: Run, place: str, rows: list[tuple[Any, ...]], looks: int) -> t
     at = "" if microbatch is None else f", microbatch {microbatch}"
     where = f"step {steps[0]}{at}, ranks {ranks[:4]}"
     several = f" (layers {layers})" if len(layers) > 1 else ""
-    text = f"{name}{several}: {_words(verdict, figures)}; {stage}, {where}; {len(rows)} of {looks} looks"
+    text = f"{name}{several}: {_words(verdict, figures)}; {stage}, {where}; found in {len(rows)} of {looks} checks"
     weight = _WEIGHT.get(verdict, 5)
     order = (weight, step, seq) if weight == 0 else (weight, -severity, step)
     return order, Suspect(
@@ -102,16 +197,17 @@ def _suspect(run: Run, place: str, rows: list[tuple[Any, ...]], looks: int) -> t
 
 
 def _words(verdict: str, figures: dict[str, Any]) -> str:
-    ulp = f"{float(figures['ulp']):.3g} units in the last place off" if "ulp" in figures else ""
-    limit = f"{float(figures['over']):.3g} times what its class may be" if figures.get("over") else ""
+    ulp = f"off by {float(figures['ulp']):.3g} ulp" if "ulp" in figures else ""
+    limit = f"{float(figures['over']):.3g} times the limit of its class" if figures.get("over") else ""
+    expected = f"expected: {figures['note']}" if figures.get("note") else ""
     return {
-        "nan": "gives NaN where the exact operator does not",
-        "inf": "gives Inf where the exact operator does not",
-        "wrong": f"wrong: {', '.join(part for part in (ulp, limit) if part)}",
-        "nondeterministic": f"gives another result for the same inputs ({ulp})",
-        "fragile": f"a change in the last place of its input comes out {float(figures.get('kappa', 0)):.3g} times as"
-        f" large (limit {float(figures.get('threshold', 0)):.3g})",
-        "odd": str(figures.get("note", "has another constant than other layers")),
+        "nan": "returns NaN where the exact operator does not",
+        "inf": "returns Inf where the exact operator does not",
+        "wrong": f"wrong: {', '.join(part for part in (ulp, limit, expected) if part)}",
+        "nondeterministic": f"returns a different result for the same inputs ({ulp})",
+        "fragile": f"amplifies a last-place change of its input {float(figures.get('kappa', 0)):.3g} times"
+        f" (limit {float(figures.get('threshold', 0)):.3g})",
+        "odd": str(figures.get("note", "uses a different constant than other layers")),
         "sign": "signs flip",
         "changed": f"changed by {figures.get('max_rel', figures.get('ulp'))} (threshold {figures.get('threshold')})",
     }.get(verdict, verdict)
@@ -123,15 +219,15 @@ def _next(run: Run, verdict: str, name: str, op: str, layers: list[int], step: i
     only = f", layers: {layers}" if layers else ""
     target = f"list: [{short}]{only}" if short else f"modules: [{module.rpartition('.')[2]}]{only}"
     return {
-        "nan": f"look at what goes into it: dump: {{level: L1, list: [{module}]}}, --msprobe-steps {step}",
-        "inf": f"look at what goes into it: dump: {{level: L1, list: [{module}]}}, --msprobe-steps {step}",
-        "wrong": f"repair it and see whether the loss follows: perturb: {{handler: fix, {target}}}",
-        "nondeterministic": f"see that it is so every time: perturb: {{mode: no_change, {target}}}; then use a"
+        "nan": f"check its inputs: dump: {{level: L1, list: [{module}]}}, --msprobe-steps {step}",
+        "inf": f"check its inputs: dump: {{level: L1, list: [{module}]}}, --msprobe-steps {step}",
+        "wrong": f"correct it and check whether the loss recovers: perturb: {{handler: fix, {target}}}",
+        "nondeterministic": f"confirm that it happens every time: perturb: {{mode: no_change, {target}}}; then use a"
         " deterministic kernel",
         "fragile": f"compute it in higher precision: perturb: {{handler: fix, {target}}}",
-        "odd": "compare its code with that of another layer; repair it with perturb: {handler: fix, modules:"
+        "odd": "compare its code with that of another layer; correct it with perturb: {handler: fix, modules:"
         f" [{module}], twin: sibling}}",
-    }.get(verdict, f"see whether it is wrong or only over msprobe's threshold: perturb: {{profile: ulp, {target}}}")
+    }.get(verdict, f"check whether it is wrong or only over msprobe's threshold: perturb: {{profile: ulp, {target}}}")
 
 
 def _place(name: str) -> str:

@@ -1,7 +1,7 @@
-"""How fast a job ran and what more cards gave it: from the monitor's throughput rows of finished or running jobs.
+"""Speed of a job and its scaling with the number of cards, from the monitor's throughput rows.
 
-Every rank wrote the seconds between its steps, the samples it read and the memory it held. A job is as fast as its
-slowest rank; the first steps, in which everything finds its size, are left out.
+Every rank recorded the seconds between its steps, the samples it read and the memory it held. A job is as fast as its
+slowest rank; the warm-up steps are excluded.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 import duckdb
 
-from msprobe_megatron.analyse.load import Run, RunError
+from msprobe_megatron.analysis.load.run import Run, RunError
 
 WARM_UP = 2
-"""Watched steps at the beginning of a run that are not counted."""
+"""Monitored steps at the beginning of a run that are not counted."""
 
 
 @dataclass(frozen=True)
-class Throughput:
+class RunThroughput:
     """One run. `efficiency` and `speedup` are against the first run of a table; sizes are bytes of the fullest card."""
 
     name: str
@@ -46,15 +46,10 @@ class Throughput:
         return asdict(self)
 
 
-def throughput(run: Run, target_loss: float | None = None) -> Throughput:
-    """Read one run.
-
-    Example::
-
-        throughput(open_run("probe_out"), target_loss=2.5).samples_per_second
-    """
+def throughput(run: Run, target_loss: float | None = None) -> RunThroughput:
+    """Read one run."""
     if not run.monitor:
-        raise RunError(f"{run.path}: no throughput was watched; write monitor: {{every: 1}} into its probe file")
+        raise RunError(f"{run.path}: no throughput was recorded; add monitor: {{every: 1}} to its probe file")
     connection = duckdb.connect()
     rows = run.monitor_rows(connection).filter("kind in ('throughput', 'loss')")
     connection.register("watched", rows)
@@ -70,7 +65,7 @@ def throughput(run: Run, target_loss: float | None = None) -> Throughput:
     ).fetchall()
     by_rank = [row for row in by_rank if row[2] is not None]
     if not by_rank:
-        raise RunError(f"{run.path}: too few steps were watched; at least {WARM_UP + 2} are needed")
+        raise RunError(f"{run.path}: too few steps were monitored; at least {WARM_UP + 2} are needed")
     slowest = max(by_rank, key=lambda row: row[2])
     seconds = float(slowest[2])
     sizes = run.sizes
@@ -78,7 +73,7 @@ def throughput(run: Run, target_loss: float | None = None) -> Throughput:
     local = max(float(row[3] or 0) for row in by_rank)
     tokens = max(float(row[4] or 0) for row in by_rank)
     losses = _losses(connection)
-    return Throughput(
+    return RunThroughput(
         name=run.path.name,
         cards=int(run.facts.get("world", 1)),
         layout=layout_text(sizes),
@@ -98,12 +93,7 @@ def throughput(run: Run, target_loss: float | None = None) -> Throughput:
 
 
 def by_rank(run: Run) -> dict[int, dict[str, float]]:
-    """Median seconds between steps and most memory of each rank; empty where nothing was watched.
-
-    Example::
-
-        by_rank(open_run("probe_out"))[3]["seconds"]
-    """
+    """Median seconds between steps and peak memory of each rank; empty if nothing was monitored."""
     if not run.monitor:
         return {}
     rows = run.monitor_rows(duckdb.connect()).filter("kind = 'throughput'")
@@ -119,13 +109,8 @@ def by_rank(run: Run) -> dict[int, dict[str, float]]:
     }
 
 
-def scaling(runs: Sequence[Run], target_loss: float | None = None) -> list[Throughput]:
-    """The runs in order of their cards, with speed-up and parallel efficiency against the first.
-
-    Example::
-
-        scaling([open_run(path) for path in ("one", "two", "four")])[1].efficiency
-    """
+def scaling(runs: Sequence[Run], target_loss: float | None = None) -> list[RunThroughput]:
+    """The runs in order of their cards, with speed-up and parallel efficiency against the first."""
     found = sorted((throughput(run, target_loss) for run in runs), key=lambda line: line.cards)
     if not found:
         return []
@@ -136,15 +121,12 @@ def scaling(runs: Sequence[Run], target_loss: float | None = None) -> list[Throu
         if not base.samples_per_second:  # a job whose data the kit cannot count
             speedup = line.iterations_per_second / base.iterations_per_second
         values = {**asdict(line), "speedup": speedup, "efficiency": speedup * base.cards / line.cards}
-        lines.append(Throughput(**values))
+        lines.append(RunThroughput(**values))
     return lines
 
 
 def layout_text(sizes: dict[str, int]) -> str:
-    """Axes that are cut, in words: ``TP2 PP2 DP4``; ``single`` when there is none.
-
-    Example: ``layout_text({"tp": 2, "pp": 1, "dp": 4}) == "TP2 DP4"``.
-    """
+    """Axes larger than 1 as text: ``TP2 PP2 DP4``; ``single`` when there is none."""
     cut = [f"{axis.upper()}{size}" for axis, size in sizes.items() if size > 1 and axis != "edp"]
     return " ".join(cut) or "single"
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from msprobe_megatron.analyse.view_table import View
-from msprobe_megatron.analyse.view_tree import sites_of
+from msprobe_megatron.analysis.page.table import RunView, sites_of
 
 ROOT = "DefaultModel"
 _SOURCE = "NPU"  # the viewer's word for the run that is looked at, whatever its device
@@ -61,15 +60,9 @@ from run_rows where step = ? and rank = ? and kind in ('activation', 'gradient')
 
 @dataclass
 class Graph:
-    """The viewer's tables: `config`, `nodes()` in order, and `stacks`, which is complete after the nodes were taken.
+    """The viewer's tables: `config`, `nodes()` in order, and `stacks`, which is complete after the nodes were taken."""
 
-    Example::
-
-        graph = graph_of(open_view(run))
-        first = next(graph.nodes())
-    """
-
-    view: View
+    view: RunView
     config: dict[str, Any]
     microbatches: int
     stacks: dict[str, list[str]] = field(default_factory=dict)
@@ -127,7 +120,7 @@ class Graph:
     _known: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict)
 
 
-def graph_of(view: View) -> Graph:
+def graph_of(view: RunView) -> Graph:
     """Graphs of all steps and ranks of a run."""
     ((last,),) = view.ask("select coalesce(max(microbatch), 0) from run_rows")
     config = {

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from msprobe_megatron.analyse.view_table import View
+from msprobe_megatron.analysis.page.table import RunView
 
 METRICS = {
     ("activation", "forward"): "forward",
@@ -58,13 +58,8 @@ class TrendRow(NamedTuple):
     figures: tuple[float | None, ...]
 
 
-def trend_rows(view: View) -> Iterator[TrendRow]:
-    """Everything the viewer can show of a run.
-
-    Example::
-
-        next(trend_rows(view)).target       # ("decoder.layers.0.input.x", 0, 0): name, virtual stage, microbatch
-    """
+def trend_rows(view: RunView) -> Iterator[TrendRow]:
+    """Everything the viewer can show of a run."""
     yield from _rows_of(view, _QUERY)
     if view.run.monitor:
         # Numbers of a rank are no tensors, and not among those of the view.
@@ -73,7 +68,7 @@ def trend_rows(view: View) -> Iterator[TrendRow]:
         yield from _rows_of(view, _QUERY.replace("run_rows", "rank_numbers"))
 
 
-def _rows_of(view: View, query: str) -> Iterator[TrendRow]:
+def _rows_of(view: RunView, query: str) -> Iterator[TrendRow]:
     metrics = {**METRICS, **WATCHED} if view.run.monitor else METRICS
     result = view.connection.execute(query)
     while rows := result.fetchmany(20_000):

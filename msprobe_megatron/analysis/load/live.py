@@ -1,12 +1,11 @@
-"""A running job, seen from outside: losses, gradient norm, sizes by layer, and the last alerts.
+"""A running job, read from its run directory: losses, gradient norm, norms by layer, and the last alerts.
 
-Reads what the monitor has written so far and ``events.jsonl``, nothing else; a job that ended looks the same.
+Reads only the monitor's files and ``events.jsonl``; a job that has ended looks the same.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,18 +14,17 @@ from typing import Any
 
 import duckdb
 
-from msprobe_megatron.analyse.anomalies import SAME, order_of
-from msprobe_megatron.analyse.checked import RunError, rows_problem, run_facts
-from msprobe_megatron.record.events import read_events
+from msprobe_megatron.analysis.diagnose.suspects import SAME, order_of
+from msprobe_megatron.analysis.load.run import RunError, find_monitor, rank_facts, run_facts, steps_of
+from msprobe_megatron.run_directory.directory import read_events
 
-_STEPS = re.compile(r"steps_(\d+)_(\d+)\.parquet$")
 _SHOWN = 8
 _EVENTS = ("alert", "recorder", "fault", "check_missing", "check_fault", "alert_fault")
 MEASURES = {
     "gradients": "kind = 'grad_reduced'",
     "activations": "kind = 'activation' and io = 'output' and regexp_matches(name, 'layers\\.\\d+$')",
 }
-# Where gradients are cut over data parallel ranks all of them count, else the first of those that hold the same.
+# Gradients that are sharded over data-parallel ranks are added up; of replicas the first one is used.
 _LAYERS = r"""
 with chosen as (
     select step, cast(regexp_extract(name, 'layers\.(\d+)', 1) as integer) as layer, sumsq, shard, dp, cp, {bad} as bad
@@ -58,6 +56,10 @@ class Live:
     path: str
     world: int
     ranks: int
+    monitored: bool = True
+    """False for a run whose probe file has no monitor section."""
+    ended: bool = False
+    """True once every rank has closed its part of the run; a job that was killed never does."""
     steps: list[int] = field(default_factory=list)
     age: float | None = None
     losses: dict[str, list[float | None]] = field(default_factory=dict)
@@ -71,18 +73,13 @@ class Live:
         """Plain values for `--json`, which has no NaN: it is the text "nan" there."""
         plain = asdict(self)
         for curves in ("losses", "scalars", "layers"):
-            told = plain[curves].items()
-            plain[curves] = {key: ["nan" if x is not None and math.isnan(x) else x for x in c] for key, c in told}
+            values = plain[curves].items()
+            plain[curves] = {key: ["nan" if x is not None and math.isnan(x) else x for x in c] for key, c in values}
         return plain
 
 
 def look(path: str | Path, window: int = 60, measure: str | None = None) -> Live:
-    """See the last `window` watched steps of a run.
-
-    Example::
-
-        look("probe_out").losses["lm loss"][-1]
-    """
+    """Read the last `window` monitored steps of a run."""
     root = Path(path)
     if not (root / "run.json").is_file():
         raise RunError(f"{root}: no run.json; expected a run directory such as the --msprobe-output of a job")
@@ -90,6 +87,9 @@ def look(path: str | Path, window: int = 60, measure: str | None = None) -> Live
     events = [event for event in read_events(root) if event.get("event") in _EVENTS]
     files = _files(root, window)
     live = Live(str(root), int(facts.get("world", 1)), len({file.parent for file in files}))
+    content = facts.get("probe", {}).get("content")
+    live.monitored = bool(files) or not content or "monitor" in content
+    live.ended = _ended(root)
     live.alerts = sum(event["event"] == "alert" for event in events)
     live.events = _last_events(events, facts)
     if files:
@@ -98,8 +98,17 @@ def look(path: str | Path, window: int = 60, measure: str | None = None) -> Live
     return live
 
 
+def _ended(root: Path) -> bool:
+    """Whether all ranks have closed; of a running job the first file tells that they have not."""
+    files = sorted((root / "ranks").glob("rank_*.json"))
+    try:
+        return bool(files) and all(rank_facts(file).get("closed") for file in files)
+    except RunError:
+        return False
+
+
 def _last_events(events: Sequence[dict[str, Any]], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The last ones: those of one step in order of cause, what several ranks say alike once, with `ranks`."""
+    """The last events, those of one step in causal order; equal events of several ranks are one, with `ranks`."""
     listed = facts.get("ranks")
     found = [at for at in listed if isinstance(at, dict)] if isinstance(listed, list) else []
     places = {at["rank"]: at for at in found if isinstance(at.get("rank"), int)}
@@ -109,22 +118,22 @@ def _last_events(events: Sequence[dict[str, Any]], facts: Mapping[str, Any]) -> 
     merged: dict[tuple[str, ...], dict[str, Any]] = {}
     for event in sorted(events, key=lambda event: (began[repr(event.get("step"))], order_of(event, places))):
         alike = SAME if "name" in event else ("step", "event", "steps" if "steps" in event else "text")
-        told = merged.setdefault(tuple(repr(event.get(key)) for key in alike), {**event, "ranks": []})
+        entry = merged.setdefault(tuple(repr(event.get(key)) for key in alike), {**event, "ranks": []})
         if isinstance(event.get("rank"), int):
-            told["ranks"] = sorted({*told["ranks"], event["rank"]})
+            entry["ranks"] = sorted({*entry["ranks"], event["rank"]})
     return list(merged.values())[-_SHOWN:]
 
 
 def _files(root: Path, window: int) -> list[Path]:
-    """The monitor's files that may hold one of the last `window` steps; those that cannot be read are left out."""
-    found = [
-        (int(match[2]), file) for file in root.glob("monitor/rank_*/*.parquet") if (match := _STEPS.search(file.name))
-    ]
-    if not found:
-        return []
-    ends = sorted({last for last, _ in found})
-    recent = set(ends[-(window // 50 + 2) :])
-    return [file for last, file in sorted(found) if last in recent and rows_problem(file) is None]
+    """The monitor's files that hold one of the last `window` steps; unreadable ones are skipped."""
+    parts = sorted(find_monitor(root, []), key=lambda part: part.last)
+    steps: set[int] = set()
+    for part in reversed(parts):
+        if len(steps) >= window and part.last < min(sorted(steps)[-window:]):
+            break
+        steps.update(steps_of(part))
+    recent = sorted(steps)[-window:]
+    return [part.path for part in parts if recent and part.last >= recent[0]]
 
 
 def _curves(live: Live, files: list[Path], window: int, measure: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Reading saved tensors out of packed files: one of them, its bytes and nothing else, or many as views of mapped files.
+"""Reading saved tensors from packed files: a single one by its bytes, or many as views of mapped files.
 
 A row's `tensor` is the key ``pack:number``; the file of the pack has an index in front. No torch is needed.
 """
@@ -16,33 +16,39 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from msprobe_megatron.analyse.elements import View
-from msprobe_megatron.analyse.load import Run, RunError
-from msprobe_megatron.record.tensors_layout import file_name
+from msprobe_megatron.analysis.compare.pairs.elements import View
+from msprobe_megatron.analysis.load.run import Run, RunError
+from msprobe_megatron.run_directory.tensor_names import file_name
 
 _LARGEST_INDEX = 1 << 30
 _NUMPY = {
-    **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1"},
-    **{"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "BOOL": "|b1", "C64": "<c8"},
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "<i1",
+    "U8": "<u1",
+    "U16": "<u2",
+    "U32": "<u4",
+    "U64": "<u8",
+    "BOOL": "|b1",
+    "C64": "<c8",
 }
 _WORDS = {**_NUMPY, "BF16": "<u2"}
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor as it was saved: dtype in the words of safetensors, shape, and the bytes in row-major order."""
+    """A tensor as it was saved: dtype as safetensors names it, shape, and the bytes in row-major order."""
 
     dtype: str
     shape: tuple[int, ...]
     data: bytes
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The values; bf16, for which NumPy has no type, as float32. 8-bit floats stay bytes.
-
-        Example::
-
-            read_tensor(run, 10, 3, "0:7").numpy().mean()
-        """
+        """The values; bf16, for which NumPy has no type, as float32. 8-bit floats stay bytes."""
         if self.dtype == "BF16":
             words = np.frombuffer(self.data, "<u2").astype("<u4") << 16
             return words.view("<f4").reshape(self.shape)
@@ -50,12 +56,7 @@ class SavedTensor:
 
 
 def read_tensor(run: Run, step: int, rank: int, key: str) -> SavedTensor:
-    """The tensor that a row of this step and rank points to; raises `RunError` if it is not there.
-
-    Example::
-
-        read_tensor(open_run("probe_out"), step=10, rank=3, key="0:7").shape
-    """
+    """The tensor that a row of this step and rank points to; raises `RunError` if it is not there."""
     path = _pack_of(run, step, rank, key)
     try:
         return _read(path, key)
@@ -82,20 +83,14 @@ def _index(file: Any) -> tuple[dict[str, Any], int]:
 
 
 class TensorFiles:
-    """Saved tensors of a run as views: files are mapped, not read, and the last few stay mapped.
-
-    Example::
-
-        files = TensorFiles(open_run("probe_out"))
-        files.view(step=10, rank=3, key="0:7", shape=(16, 2, 64)).words.shape
-    """
+    """Saved tensors of a run as views: files are mapped, not read, and the last few stay mapped."""
 
     def __init__(self, run: Run, most_open: int = 128) -> None:
         self._run, self._most = run, most_open
         self._open: OrderedDict[Path, tuple[dict[str, Any], npt.NDArray[np.uint8]]] = OrderedDict()
 
     def view(self, step: int, rank: int, key: str, shape: tuple[int, ...]) -> View:
-        """The tensor that a row points to, in the shape that the row tells; raises `RunError` if it is not there."""
+        """The tensor that a row points to, in the shape of the row; raises `RunError` if it is not there."""
         path = _pack_of(self._run, step, rank, key)
         try:
             index, data = self._mapped(path)

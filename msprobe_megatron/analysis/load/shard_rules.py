@@ -7,14 +7,14 @@ recorded, so those of rows whose spec changes are left out; statistics and saved
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 import duckdb
 import pyarrow as pa
 
-from msprobe_megatron.config.shards import ShardRule
+from msprobe_megatron.config.name_patterns import name_matcher
+from msprobe_megatron.config.sections.shards import ShardRule
 from msprobe_megatron.topology.shards import ShardSpec
 
 _NUMBER = count()
@@ -27,12 +27,7 @@ def with_rules(
     rules: Sequence[ShardRule],
     sizes: dict[str, int],
 ) -> duckdb.DuckDBPyRelation:
-    """The rows as the rules tell them.
-
-    Example::
-
-        with_rules(connection, rows, load_shards("specs.yaml"), {"tp": 2})
-    """
+    """The rows as the rules tell them."""
     name = f"ruled_{next(_NUMBER)}"
     connection.register(f"{name}_rows", rows)
     found = connection.execute(f"select distinct {', '.join(_WHAT)}, len(shape) from {name}_rows").fetchall()  # noqa: S608
@@ -69,15 +64,9 @@ def first_rule(rules: Sequence[ShardRule], kind: str, name: str, io: str, path: 
     """
     for rule in rules:
         fits = rule.kind in ("", kind) and rule.io in ("", io) and rule.path in (None, path)
-        if fits and _matcher(rule.name)(name):
+        if fits and name_matcher(rule.name)(name):
             return rule
     return None
-
-
-def _matcher(text: str) -> Callable[[str], object]:
-    if text.startswith("/"):
-        return re.compile(text[1:-1]).search
-    return lambda name: text in name
 
 
 def _spec(rule: ShardRule, ndim: int, sizes: dict[str, int]) -> tuple[str, list[int] | None]:
@@ -89,5 +78,5 @@ def _spec(rule: ShardRule, ndim: int, sizes: dict[str, int]) -> tuple[str, list[
         return f"?{ndim} dimensions where '{rule.shard}' was given", None
     if any(cut.order == "unordered" for dim in spec.dims for cut in dim.cuts):
         return str(spec), None
-    factors = [math.prod(sizes.get(cut.axis, 1) for cut in dim.cuts if cut.order != "samples") for dim in spec.dims]
+    factors = [math.prod(cut.parts(sizes.get(cut.axis, 1)) for cut in dim.cuts) for dim in spec.dims]
     return str(spec), factors

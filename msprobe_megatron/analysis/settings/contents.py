@@ -10,8 +10,8 @@ from typing import Any
 import duckdb
 import numpy as np
 
-from msprobe_megatron.analyse.load import Run
-from msprobe_megatron.analyse.merge import merge_query
+from msprobe_megatron.analysis.compare.merge import merge_query
+from msprobe_megatron.analysis.load.run import Run
 
 _CLOSE = 1e-5
 _MASK = (1 << 64) - 1
@@ -28,12 +28,7 @@ group by path order by path
 
 
 def contents(run: Run, step: int) -> tuple[dict[str, tuple[Any, ...]], dict[str, tuple[Any, ...]]]:
-    """Weights and data of a step by name: digest or figures.
-
-    Example::
-
-        weights, data = contents(open_run("probe_out"), 0)
-    """
+    """Weights and data of a step by name: digest or statistics."""
     connection = duckdb.connect()
     merged = merge_query(connection, run, step, "c", kinds=("parameter", "activation"))
     weights = connection.execute(_WEIGHTS.replace("{merged}", merged)).fetchall()
@@ -56,8 +51,8 @@ def _same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
     return bool(max(norms, sums) < _CLOSE)
 
 
-def told(weights: dict[str, tuple[Any, ...]]) -> str:
-    """All weights in a few characters: their common digest, or how many there are."""
+def digest_text(weights: dict[str, tuple[Any, ...]]) -> str:
+    """All weights as short text: their combined digest, or their number."""
     digests = [values[0] for values in weights.values()]
     if not digests or any(digest is None for digest in digests):
         return f"{len(weights)} tensors"

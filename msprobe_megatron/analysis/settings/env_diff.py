@@ -1,7 +1,7 @@
-"""How two jobs were started: arguments, environment, versions, sources, weights, data; ordered by effect on numbers.
+"""Settings in which two jobs differ: arguments, environment, versions, sources, weights, data; by effect on numerics.
 
-Reads run directories, or launch scripts. The table below says what a group of Megatron's arguments changes; an argument
-that is in no group is listed as of unknown effect, before those that only spread the work otherwise.
+Reads run directories or launch scripts. The table below maps groups of Megatron's arguments to their effect; an
+argument in no group is listed with unknown effect, before those that only distribute the work differently.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.analyse.contents import contents, differing_weights, told
-from msprobe_megatron.analyse.launch_scripts import read_script
-from msprobe_megatron.analyse.load import Run, open_run
+from msprobe_megatron.analysis.load.run import Run, RunError, open_run
+from msprobe_megatron.analysis.settings.contents import contents, differing_weights, digest_text
+from msprobe_megatron.analysis.settings.launch_scripts import read_script
 
 # Effect, most important first, and the names that have it. Whole names, by regular expression; the first match counts.
 _EFFECTS: tuple[tuple[str, str], ...] = (
@@ -32,7 +32,7 @@ _EFFECTS: tuple[tuple[str, str], ...] = (
     ("model", r"max_position_embeddings|position_embedding.*|rotary.*|normalization|norm_epsilon|swiglu|squared_relu"),
     (
         "model",
-        r"make_vocab.*|untie_.*|add_bias_linear|add_qkv_bias|qk_layernorm|.*_dropout|init_method.*|moe_(router|aux|z|ffn).*",
+        r"make_vocab.*|untie_.*|add_bias_linear|add_qkv_bias|qk_layernorm|.*_dropout|init_method.*|moe_(router|aux|z|ffn|expert_capacity|pad_expert).*",
     ),
     ("model", r"openai_gelu|apply_.*|mtp_.*|window_size|.*_lora.*"),
     (
@@ -71,16 +71,16 @@ _VARIABLES: tuple[tuple[str, str], ...] = (
 )
 ORDER = ("model", "weights", "data", "optimizer", "precision", "kernels", "versions", "unknown", "layout", "none")
 WORDS = {
-    "model": "another model: results cannot be compared",
-    "weights": "other weights to start from",
-    "data": "other samples or another order of them",
-    "optimizer": "other updates: equal at the first step only",
-    "precision": "coarser or finer rounding",
-    "kernels": "other kernels: differences of rounding",
-    "versions": "other software: differences of rounding, or more",
-    "unknown": "effect not known",
-    "layout": "other order of additions: differences of rounding",
-    "none": "no effect on numbers",
+    "model": "different model: results cannot be compared",
+    "weights": "different initial weights",
+    "data": "different samples, or a different order",
+    "optimizer": "different updates: equal at the first step only",
+    "precision": "different rounding",
+    "kernels": "different kernels: rounding differences",
+    "versions": "different software: rounding differences or more",
+    "unknown": "unknown effect",
+    "layout": "different summation order: rounding differences",
+    "none": "no effect on the numerics",
 }
 
 
@@ -150,7 +150,7 @@ class Start:
     def of(cls, run: Run) -> Start:
         """From a run directory."""
         facts = run.facts
-        arguments = facts.get("arguments") or {}
+        arguments = facts.get("arguments") or _effective(facts.get("effective") or {})
         others = {} if arguments else {**facts.get("sizes", {}), **facts.get("recompute", {})}
         sources = {Path(root).name: state for root, state in (facts.get("sources") or {}).items()}
         environment = facts.get("environment") or {}
@@ -161,18 +161,45 @@ class Start:
         """From a path: a file is a launch script, a directory a run."""
         if Path(path).is_file():
             script = read_script(Path(path))
+            if not script.arguments and not script.environment:
+                accepted = "a run directory, or a launch script with --flags or exported variables"
+                raise RunError(f"{path}: sets no argument and no variable of the environment; accepted: {accepted}")
             return cls(path, script.arguments, script.environment)
         return cls.of(open_run(path))
 
 
+def _effective(objects: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the configuration objects, where a framework has no training arguments; the model's come first."""
+    parts = [objects.get(name) for name in ("optimizer", "ddp", "model")]
+    return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
+
+
 def env_diff(left: Run | Start, right: Run | Start) -> EnvDiff:
-    """Settings of two jobs that differ, ordered by effect.
-
-    Example::
-
-        env_diff(Start.read("a"), Start.read("pretrain.sh")).matters
-    """
+    """Settings of two jobs that differ, ordered by effect."""
     a, b = (Start.of(side) if isinstance(side, Run) else side for side in (left, right))
+    found = _settings(a, b)
+    if a.run is not None and b.run is not None:
+        found += _sources(a.sources, b.sources)
+        found += _contents(a.run, b.run)
+    found.sort(key=_importance)
+    return EnvDiff(a.path, b.path, found)
+
+
+def settings_apart(left: Run, right: Run) -> list[Setting]:
+    """Settings of two runs that differ and can change a number, ordered by effect; sources and contents left out.
+
+    For a comparison of bits: a setting explains a difference, while an edit of the sources is what one looks for.
+    """
+    found = _settings(Start.of(left), Start.of(right))
+    return sorted((setting for setting in found if setting.effect not in ("none", "data")), key=_importance)
+
+
+def _importance(setting: Setting) -> tuple[int, str]:
+    return ORDER.index(setting.effect), setting.name
+
+
+def _settings(a: Start, b: Start) -> list[Setting]:
+    """Arguments, variables and versions that differ."""
     scripts = a.run is None or b.run is None
     # A script says nothing of what it leaves to defaults.
     both = a.run is None and b.run is None
@@ -187,15 +214,11 @@ def env_diff(left: Run | Start, right: Run | Start) -> EnvDiff:
     if not scripts:
         found += [Setting(name, x, y, "versions") for name, x, y in _different(a.versions, b.versions)]
         found += [Setting(name, x, y, effect_of(name)) for name, x, y in _different(a.others, b.others)]
-        found += _sources(a.sources, b.sources)
-    if a.run is not None and b.run is not None:
-        found += _contents(a.run, b.run)
-    found.sort(key=lambda setting: (ORDER.index(setting.effect), setting.name))
-    return EnvDiff(a.path, b.path, found)
+    return found
 
 
 def _sources(left: dict[str, Any], right: dict[str, Any]) -> list[Setting]:
-    """Checkouts of one name whose imported text differs; the commit is told, the text decides."""
+    """Checkouts of one name whose imported text differs; the commit is shown, the text decides."""
     found = []
     for name in sorted(left.keys() & right.keys()):
         a, b = left[name], right[name]
@@ -214,7 +237,11 @@ def _contents(left: Run, right: Run) -> list[Setting]:
     differ = differing_weights(weights_a, weights_b)
     if differ:
         some = f"{len(differ)} of {len(weights_a)} differ, such as {differ[0]}"
-        found.append(Setting(f"weights at step {steps[0]}", told(weights_a), f"{told(weights_b)}; {some}", "weights"))
+        found.append(
+            Setting(
+                f"weights at step {steps[0]}", digest_text(weights_a), f"{digest_text(weights_b)}; {some}", "weights"
+            )
+        )
     for name in sorted(data_a.keys() & data_b.keys()):
         if data_a[name] != data_b[name]:
             texts = [f"sum {int(data[name][0] or 0)}" for data in (data_a, data_b)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.analyse.checked import RunError
+from msprobe_megatron.analysis.load.run import RunError
 
 _LARGEST = 1 << 20
 _ASSIGNMENT = re.compile(r"^(export\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
@@ -25,12 +25,7 @@ _DEPTH = 8
 
 @dataclass
 class Script:
-    """What a launch script sets.
-
-    Example::
-
-        read_script(Path("pretrain_llama2_7b.sh")).arguments["tensor_model_parallel_size"]      # "8"
-    """
+    """What a launch script sets."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)

@@ -1,19 +1,20 @@
 """Translation of msprobe's config.json (PyTorch) into a probe file.
 
-The tables below are the whole of msprobe's schema over its versions, common keys first, then the block of
-each task. Blocks of tasks that are not the chosen one are not read, as in msprobe, and a note says so. The
-monitor's file has its own module, ``msprobe_monitor``.
+The tables below hold the whole schema of msprobe over its versions: common keys first, then the block of each task. As
+in msprobe, blocks of other tasks than the chosen one are not read, and a note says so. ``monitor_json`` translates the
+file of the monitor.
 """
 
 import re
 
-from msprobe_megatron.config import schema
-from msprobe_megatron.config.msprobe_monitor import is_monitor_file, translate_monitor
-from msprobe_megatron.config.node import Node
-from msprobe_megatron.config.translation import Always, Draft, Refuse, Table, To, Via, apply_table, refusal
-from msprobe_megatron.config.validate import TABLES
+from msprobe_megatron.config.document import Node
+from msprobe_megatron.config.keys import keys_of
+from msprobe_megatron.config.msprobe.monitor_json import is_monitor_file, translate_monitor
+from msprobe_megatron.config.msprobe.translation import Always, Draft, Refuse, Table, To, Via, apply_table, refusal
+from msprobe_megatron.config.sections.dump import LEVELS
+from msprobe_megatron.config.sections.top import ProbeConfig
 
-OUR_KEYS = tuple(TABLES[schema.ProbeConfig])
+PROBE_FILE_KEYS = tuple(keys_of(ProbeConfig))
 _PREFIXES = "Distributed|Functional|Torch|Tensor|Mint|MintFunctional|Primitive|Aten|VF|NPU|Jit|MindSpeed|Triton"
 _API_CALL = re.compile(rf"(?:{_PREFIXES})\.(\w+)\.[0-9]+(?:\.\w+)*")
 # Module.<chunk>.<wrappers><path>.<Class>.<direction>.<call>; everything but the path may be missing.
@@ -23,14 +24,12 @@ _MODULE_CALL = re.compile(
 
 
 def translate(root: Node) -> Draft | None:
-    """Return the translation of a file of msprobe, or None when the file is not one.
+    """The translation of a file of msprobe, or None for any other file.
 
-    A file with any top-level key of ours is ours; else the first known key decides.
-
-    Example: ``{"task": "statistics", "dump_path": "./d"}`` becomes ``{"output": "./d", "dump": …}``.
+    A file with any top-level key of the probe file is a probe file; otherwise a known key of msprobe decides.
     """
     keys = root.mapping()
-    if any(key in OUR_KEYS for key in keys):
+    if any(key in PROBE_FILE_KEYS for key in keys):
         return None
     if is_monitor_file(keys):
         return translate_monitor(root)
@@ -58,7 +57,7 @@ def _translate_dump(root: Node) -> Draft:
             keys[key].mapping()
             draft.note(key, f"block not used, task is {name}")
     if "output" not in draft.document:
-        draft.note("dump_path", f"not written; the default of the kit is {schema.ProbeConfig().output}")
+        draft.note("dump_path", f"not written; the default of the kit is {ProbeConfig().output}")
     return draft
 
 
@@ -67,7 +66,7 @@ def _level(draft: Draft, node: Node | None, root: Node, task: str) -> None:
     level = node if node is not None and written else Node("L1", "level", root.context)
     if level.value == "L2":
         raise refusal(level, "device kernels are not recorded; write L0 (modules) or L1 (API calls)")
-    level.choice(schema.LEVELS)
+    level.choice(LEVELS)
     if task == "grad_probe":
         draft.note("level", "the monitor has no levels")
     elif task == "free_benchmark":
@@ -142,7 +141,7 @@ def _summary_mode(draft: Draft, node: Node) -> None:
 
 
 def _dump_enable(draft: Draft, node: Node) -> None:
-    # false waits for an order; `_translate_dump` sees to it that `step` does not undo this.
+    # false waits for a control order; `_translate_dump` makes sure that `step` does not override this.
     draft.note(node.path, "a running job is switched with msprobe-megatron ctl RUN, not by changing this file")
     if not node.boolean():
         draft.put("steps", "none", node.path)

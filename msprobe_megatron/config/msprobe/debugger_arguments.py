@@ -1,4 +1,4 @@
-"""From the arguments of `PrecisionDebugger` to a document in msprobe's words, which `msprobe_json` then translates.
+"""From the arguments of `PrecisionDebugger` to a document of msprobe, which `config_json` then translates.
 
 Two generations: ``config_path, task, dump_path, level, step``, and the oldest ``hook_name, rank`` with
 ``configure_hook(mode=…, summary_only=…)``.
@@ -7,10 +7,10 @@ Two generations: ``config_path, task, dump_path, level, step``, and the oldest `
 from collections.abc import Mapping
 from typing import Any
 
-from msprobe_megatron.config.errors import ConfigError
+from msprobe_megatron.config.document import ConfigError
 
 HOOKS = {"dump": "tensor", "overflow_check": "overflow_check"}
-# What `mode` says about `scope`: which filter the names become.
+# mode -> the filter that the names in `scope` become.
 MODES: dict[str, str | None] = {
     "all": None,
     "api_stack": None,
@@ -23,10 +23,7 @@ DATA_MODES = ("all", "forward", "backward", "input", "output")
 
 
 def with_arguments(document: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A document of msprobe under the constructor's arguments; those that are None leave the file's word.
-
-    Example: ``with_arguments({"task": "statistics"}, {"level": "L0", "step": None})``.
-    """
+    """A document of msprobe with the constructor's arguments applied; None keeps the value of the file."""
     merged = {**document, **{key: value for key, value in given.items() if value is not None}}
     for key in ("step", "rank"):
         value = merged.get(key)
@@ -36,10 +33,7 @@ def with_arguments(document: Mapping[str, Any], given: Mapping[str, Any]) -> dic
 
 
 def oldest_form(hook_name: str, dump_path: str | None, rank: Any, step: Any) -> dict[str, Any]:
-    """The document of ``PrecisionDebugger(dump_path=…, hook_name="dump", rank=0)``.
-
-    Example: ``oldest_form("dump", "./d", 0, None)["task"] == "tensor"``.
-    """
+    """The document of ``PrecisionDebugger(dump_path=…, hook_name="dump", rank=0)``."""
     if hook_name not in HOOKS:
         raise ConfigError(f"PrecisionDebugger: hook_name: {hook_name!r} is not known; accepted: {', '.join(HOOKS)}")
     given = {"dump_path": dump_path, "rank": rank, "step": step}
@@ -55,10 +49,7 @@ def configured(
     summary_only: bool = False,
     summary_mode: str | None = None,
 ) -> dict[str, Any]:
-    """The document after ``configure_hook``.
-
-    Example: ``configured(document, mode="api_stack", summary_only=True)["task"] == "statistics"``.
-    """
+    """The document after ``configure_hook``."""
 
     def refuse(key: str, value: Any, accepted: str) -> ConfigError:
         return ConfigError(f"configure_hook: {key}: {value!r} is not known; accepted: {accepted}")

@@ -1,16 +1,15 @@
 """Translation of the settings of msprobe's training monitor into the ``monitor`` section.
 
-Two generations of one file: the first had ``targets`` and ``module_ranks`` only and watched activations,
-gradients and optimizer state; the later one switches each kind on by its own key. The file of the rewritten
-monitor (``monitors``) is recognised and refused as a whole.
+There are two generations of the file: the first had only ``targets`` and ``module_ranks`` and monitored activations,
+gradients and optimizer state; the later one enables each kind with a key of its own. The file of the rewritten monitor
+(``monitors``) is recognised and refused as a whole.
 """
 
 from collections.abc import Callable, Collection
 
-from msprobe_megatron.config.errors import shown
-from msprobe_megatron.config.node import Node
-from msprobe_megatron.config.schema import ProbeConfig
-from msprobe_megatron.config.translation import Always, Draft, Refuse, Table, To, Via, apply_table, refusal
+from msprobe_megatron.config.document import Node, shown
+from msprobe_megatron.config.msprobe.translation import Always, Draft, Refuse, Table, To, Via, apply_table, refusal
+from msprobe_megatron.config.sections.top import ProbeConfig
 
 _KINDS = {
     "xy_distribution": "activations",
@@ -30,18 +29,12 @@ _METRICS = {
 
 
 def is_monitor_file(keys: Collection[str]) -> bool:
-    """Return whether these top-level keys are those of the monitor's file.
-
-    Example: ``is_monitor_file({"targets", "module_ranks"})``.
-    """
+    """Whether these top-level keys are those of a monitor file."""
     return any(key in MONITOR for key in keys)
 
 
 def translate_monitor(root: Node) -> Draft:
-    """Return the translation of a monitor's file.
-
-    Example: ``{"targets": {}, "wg_distribution": true}`` becomes ``monitor: {gradients: true, …}``.
-    """
+    """The translation of a monitor file."""
     draft = Draft()
     keys = root.mapping()
     draft.origins["monitor"] = "/".join(_KINDS)
@@ -49,7 +42,7 @@ def translate_monitor(root: Node) -> Draft:
     for key, kind in _KINDS.items():
         draft.put(f"monitor.{kind}", first_generation and kind != "parameters", key)
     if first_generation:
-        draft.note("targets", "no *_distribution key: activations, gradients and optimizer state are watched")
+        draft.note("targets", "no *_distribution key: activations, gradients and optimizer state are monitored")
     apply_table(draft, root, MONITOR, skip=(*_WINDOW, *_FEATURES))
     _features(draft, {key: node for key in _FEATURES if (node := keys.get(key)) is not None and node.value is not None})
     _window(
@@ -61,7 +54,7 @@ def translate_monitor(root: Node) -> Draft:
 
 
 def _window(draft: Draft, given: dict[str, Node]) -> None:
-    """The start, the interval and the number of collections, which 10**8 says has no end."""
+    """Start, interval and number of collections; msprobe writes 10**8 for no limit."""
     bounds = {"start_step": (0, "start_step"), "step_interval": (1, "every"), "collect_times": (1, "collect_times")}
     for key, node in given.items():
         low, ours = bounds[key]
@@ -71,14 +64,14 @@ def _window(draft: Draft, given: dict[str, Node]) -> None:
 
 
 def _features(draft: Draft, given: dict[str, Node]) -> None:
-    """Metrics are asked for by their hooks, and only if they are to be recorded."""
+    """Metrics are requested by their hooks, and only if recording them is enabled."""
     if "recording_l2_features" not in given or not given["recording_l2_features"].boolean():
         for key, node in given.items():
-            draft.note(key, f"{shown(node.value)} asks for nothing")
+            draft.note(key, f"{shown(node.value)} has no effect")
         return
     hooks = given["l2_targets"].entries(_METRICS) if "l2_targets" in given else {}
     if not hooks:
-        draft.note("recording_l2_features", "l2_targets names no hook: nothing is asked")
+        draft.note("recording_l2_features", "l2_targets names no hook: nothing is recorded")
         return
     for hook in hooks.values():
         hook.items("a list of names of modules; [] is all")
@@ -96,7 +89,7 @@ def _targets(draft: Draft, node: Node) -> None:
 
 def _module_ranks(draft: Draft, node: Node) -> None:
     if isinstance(node.value, str):
-        # The first generation wrote "0,1"; an empty text is every rank.
+        # The first generation wrote "0,1"; empty text is every rank.
         draft.put("ranks", node.value.strip() or "all", node.path)
     else:
         node.items("a list of ranks; [] is all")
@@ -121,7 +114,7 @@ def _only(direction: str) -> Callable[[Draft, Node], None]:
 
 
 def _collectives(draft: Draft, node: Node) -> None:
-    # The switch may be missing, and then it is off.
+    # The switch is off if it is missing.
     draft.put("monitor.comm", False, node.path)
     apply_table(draft, node, COLLECTIVES)
 
@@ -165,16 +158,16 @@ def _bool(node: Node) -> object:
     return node.boolean()
 
 
-# The rule that a threshold belongs to; AnomalyNan is the rule nonfinite as well.
+# The rule that a threshold applies to; AnomalyNan is also the rule nonfinite.
 RULES = {"AnomalyTurbulence": "spike", "AnomalyNan": "limit"}
 ALERT: Table = {
     "rules": Via(_rules),
     "dump": Always("alerts are always written, to events.jsonl", _bool),
-    "inform": Refuse("nobody is called; leave it out and read events.jsonl", ({},)),
+    "inform": Refuse("no one is notified; leave it out and read events.jsonl, or write an action for the alert", ({},)),
 }
 COLLECTIVES: Table = {
     "enable": To("monitor.comm"),
-    "cc_codeline": Refuse("collectives are told apart by group and site, not by source line; leave it out", ([],)),
+    "cc_codeline": Refuse("collectives are identified by group and site, not by source line; leave it out", ([],)),
     "cc_pre_hook": Always("what goes into collectives is recorded like what comes out", _bool),
     "cc_log_only": Refuse("training is never stopped to list call sites; leave it out", (False,)),
 }

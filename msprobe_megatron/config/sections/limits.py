@@ -1,13 +1,15 @@
-"""Sizes in the probe file: ``2GiB``, ``500MB``, ``1024``; read into bytes and written back.
+"""The ``limits`` section: host memory and disk space that the kit may use.
 
-Used by the ``limits`` section only; decimal and binary units are told apart, because a disk quota and a
-memory limit are stated in different ones and a tenth is lost at a terabyte.
+Sizes are written ``2GiB``, ``500MB`` or ``1024``. Decimal and binary units are distinguished, because a disk quota and
+a memory limit are stated in different ones and a tenth is lost at a terabyte.
 """
 
 import re
+from dataclasses import dataclass
 from fractions import Fraction
 
-from msprobe_megatron.config.node import Node
+from msprobe_megatron.config.document import Node
+from msprobe_megatron.config.keys import ValueType, any_schema, key, section
 
 UNITS = {
     "B": 1,
@@ -27,10 +29,7 @@ _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{1,3})?")
 
 
 def parse_size(node: Node) -> int:
-    """Return the bytes a size stands for.
-
-    Example: ``2GiB`` is 2147483648, ``1.5kB`` is 1500, ``1024`` is 1024.
-    """
+    """Read a size into bytes."""
     value = node.value
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -55,12 +54,28 @@ def _from_text(text: str, node: Node) -> int:
 
 
 def format_size(size: int) -> str:
-    """Return bytes in the largest binary unit that keeps the number exact, else with one decimal.
-
-    Example: ``format_size(2**31) == "2GiB"``, ``format_size(500_000_000) == "476.8MiB"``.
-    """
+    """Bytes in the largest binary unit that keeps the number exact, else with one decimal."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         scale = UNITS[unit]
         if size >= scale:
             return f"{size // scale}{unit}" if size % scale == 0 else f"{size / scale:.1f}{unit}"
     return f"{size}B"
+
+
+SIZE = ValueType(parse_size, any_schema([{"type": "integer", "minimum": 1}, {"type": "string"}]), format_size)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The ``limits`` section. Without a ``disk`` limit the file system is the limit."""
+
+    host_memory: int = key(2 << 30, SIZE, "host memory per rank for statistics and queues, at most", "4GiB")
+    disk: int | None = key(None, SIZE, "size of the run directory, at most; every rank has an equal share", "100GiB")
+
+    def describe(self) -> str:
+        """One line for `msprobe-megatron validate`."""
+        disk = f", disk {format_size(self.disk)}" if self.disk is not None else ""
+        return f"host memory {format_size(self.host_memory)}{disk}"
+
+
+LIMITS = section(Limits)

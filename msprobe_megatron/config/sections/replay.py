@@ -1,43 +1,38 @@
-"""The ``replay`` section: modules that are given the inputs which another run has recorded. Only if it is asked for."""
+"""The ``replay`` section: modules are fed inputs that another run has recorded."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from msprobe_megatron.config.names import parse_name_list
-from msprobe_megatron.config.node import Node
+from msprobe_megatron.config.document import Node
+from msprobe_megatron.config.keys import ValueType, integer, key, or_null, other_settings, required_key, section
+from msprobe_megatron.config.name_patterns import NAME_PATTERNS
 
-_MANY = 10**9
+_FORM = "{run: a run directory, modules: [part of a name, …]}"
+_RUN = ValueType(lambda node: Path(node.text("a run directory")).expanduser(), {"type": "string", "minLength": 1})
 
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """The ``replay`` section: what is fed to which modules on the recorded steps.
+    """The ``replay`` section: on recorded steps, the chosen modules are fed the inputs of another run.
 
-    ``run`` is a run directory with ``dump: {task: tensor}``, of any layout; ``modules`` holds parts of canonical names,
-    or regular expressions between slashes; ``step`` is the step of that run, by default the same as here.
+    ``run`` is a run directory with ``dump: {task: tensor}``, of any parallel layout; ``modules`` holds parts of
+    canonical names, or regular expressions between slashes; ``step`` is the step of that run, by default the current
+    one.
     """
 
-    run: Path
-    modules: tuple[str, ...]
-    step: int | None = None
+    run: Path = required_key(_RUN, "run directory whose tensors are fed", "./golden")
+    modules: tuple[str, ...] = required_key(NAME_PATTERNS, "modules that get recorded inputs", "[mlp]")
+    step: int | None = key(None, or_null(integer(0)), "step of that run; the current step if absent", "10")
+
+    def describe(self) -> str:
+        """One line for `msprobe-megatron validate`."""
+        first = f"CHANGES TRAINING: {', '.join(self.modules)} get the inputs of {self.run}"
+        return ", ".join([first, *other_settings(self, "run", "modules")])
 
 
-def parse_replay(node: Node) -> ReplayConfig:
-    """Read the section.
-
-    Example: ``{run: ./golden, modules: [mlp]}``.
-    """
-    fields = {key: REPLAY[key](child) for key, child in node.entries(REPLAY).items()}
-    for key in ("run", "modules"):
-        if not fields.get(key):
-            raise node.error(f"has no {key}", "{run: a run directory, modules: [part of a name, …]}")
-    return ReplayConfig(**fields)
+def _check(config: ReplayConfig, node: Node) -> None:
+    if not config.modules:
+        raise node.error("has no modules", _FORM)
 
 
-REPLAY: Mapping[str, Callable[[Node], Any]] = {
-    "run": lambda node: Path(node.text("a run directory")).expanduser(),
-    "modules": parse_name_list,
-    "step": lambda node: None if node.value is None else node.integer(0, _MANY),
-}
+REPLAY = section(ReplayConfig, _check, _FORM)

@@ -1,56 +1,30 @@
-"""From a document to a ``ProbeConfig``: every key has one reader, and no key goes unread.
-
-One table for each section says which reader a key has; the tables have exactly the fields of the dataclasses
-in ``schema``. Rules that concern two keys at once come after the tables. Nothing here knows which parts of
-the kit this release already has: see ``availability``.
-"""
+"""The top level of the probe file: which ranks and steps, and one key per section."""
 
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from msprobe_megatron.config import schema
-from msprobe_megatron.config.alerts import ACTION, ALERT, parse_alert, refuse_alone
-from msprobe_megatron.config.names import parse_name_list
-from msprobe_megatron.config.narrowing import check_together, parse_functions, parse_slices
-from msprobe_megatron.config.node import Node
-from msprobe_megatron.config.replay import REPLAY, ReplayConfig, parse_replay
-from msprobe_megatron.config.reproduce import REPRODUCE, ReproduceConfig, parse_reproduce
-from msprobe_megatron.config.selection import parse_ranks, parse_selection, parse_steps_or_none
-from msprobe_megatron.config.shards import SHARD, ShardRule, parse_shards
-from msprobe_megatron.config.sizes import parse_size
+from msprobe_megatron.config.document import Node
+from msprobe_megatron.config.keys import BOOLEAN, ValueType, as_text, key, keys_of, read_section
+from msprobe_megatron.config.sections.alerts import Alert, AlertAction
+from msprobe_megatron.config.sections.checks import CHECKS, ChecksConfig
+from msprobe_megatron.config.sections.dump import DUMP, DumpConfig
+from msprobe_megatron.config.sections.limits import LIMITS, Limits
+from msprobe_megatron.config.sections.monitor import MONITOR, MonitorConfig
+from msprobe_megatron.config.sections.perturb import PERTURB, PerturbConfig
+from msprobe_megatron.config.sections.recorder import RECORDER, RecorderConfig
+from msprobe_megatron.config.sections.replay import REPLAY, ReplayConfig
+from msprobe_megatron.config.sections.reproduce import REPRODUCE, ReproduceConfig
+from msprobe_megatron.config.sections.shards import SHARDS, ShardRule
+from msprobe_megatron.config.selection import RANKS, STEPS, RankSelection, StepSelection
 
-Reader = Callable[[Node], Any]
-_MANY = 10**9
-_TENSOR = re.compile(r"tensor|tuple\[([0-9]{1,4})\](?::([0-9]{1,4}))?")
-_ACCEPTED_TENSOR = "tensor, tuple[N] or tuple[N]:i with i below N"
-# The modes whose second result is better than the first; only such a result may take its place.
-_FIXING_MODES = ("improve_precision", "to_cpu")
-_PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?) ?%")
-_WHOLE = 100
-
-
-def validate(node: Node) -> schema.ProbeConfig:
-    """Return the configuration a document describes, or raise ``ConfigError``.
-
-    Example: ``validate(Node({"dump": {}}, "", Context("probe.yaml"))).dump.level == "L0"``.
-    """
-    config = schema.ProbeConfig(**_read(node, _TOP), source=node.context.source)
-    if all(getattr(config, section) is None for section in schema.SECTIONS):
-        sections = ", ".join(schema.SECTIONS)
-        raise node.context.error("", f"nothing asked: none of {sections}", "at least one, e.g. dump: {level: L0}")
-    for index, alert in enumerate(config.monitor.alerts if config.monitor is not None else ()):
-        refuse_alone(alert, config, Node(alert.rule, f"monitor.alerts[{index}]", node.context))
-    return config
+# Sections that observe something; a probe file has at least one of them.
+SECTIONS = ("dump", "monitor", "perturb", "checks", "recorder")
 
 
 def parse_output(node: Node) -> Path:
-    """Read the name of a directory; a leading ``~`` is the home directory.
-
-    Example: ``./probe_out``.
-    """
+    """Read the name of a directory; a leading ``~`` is the home directory."""
     accepted = "the name of a directory"
     text = node.text(accepted)
     try:
@@ -61,263 +35,107 @@ def parse_output(node: Node) -> Path:
         raise node.error("cannot be the name of a directory", accepted) from None
 
 
-def _read(node: Node, readers: Mapping[str, Reader]) -> dict[str, Any]:
-    return {key: readers[key](child) for key, child in node.entries(readers).items()}
-
-
-def _boolean(node: Node) -> bool:
-    return node.boolean()
-
-
-def _choice(words: Sequence[str]) -> Reader:
-    return lambda node: node.choice(words)
-
-
-def _integer(low: int, high: int = _MANY) -> Reader:
-    return lambda node: node.integer(low, high)
-
-
-def _some_of(words: Sequence[str]) -> Reader:
-    def read(node: Node) -> tuple[str, ...]:
-        items = node.items(f"a list of {', '.join(words)}")
-        if not items:
-            raise node.error("selects nothing", ", ".join(words))
-        # Asked twice is asked once; the order of writing is kept.
-        return tuple(dict.fromkeys(item.choice(words) for item in items))
-
-    return read
-
-
-def _digest(node: Node) -> bool | str:
+def _parse_forward_passes(node: Node) -> str:
     if isinstance(node.value, bool):
-        return node.value
-    if node.value not in ("md5", "crc32"):
-        raise node.error("is not a digest", "false, true, md5, crc32")
-    return str(node.value)
+        return "call" if node.value else "off"
+    return node.choice(get_args(ForwardPasses))
 
 
-def _two_names(node: Node) -> tuple[str, ...]:
-    accepted = "[] or [name of the first, name of the last]"
-    names = tuple(item.text() for item in node.items(accepted))
-    if len(names) not in (0, 2):
-        raise node.error(f"has {len(names)} names", accepted)
-    return names
+ForwardPasses = Literal["off", "call", "step"]
+_FORWARD_PASSES = ValueType(_parse_forward_passes, {"enum": [*get_args(ForwardPasses), True, False]})
+_OUTPUT = ValueType(parse_output, {"type": "string", "minLength": 1})
 
 
-def _data_mode(node: Node) -> tuple[str, ...]:
-    modes: tuple[str, ...] = _some_of(schema.DATA_MODES)(node)
-    if "all" in modes and len(modes) > 1:
-        raise node.error("mixes all with others", "[all], or some of forward, backward, input, output")
-    return modes
+@dataclass(frozen=True)
+class ProbeConfig:
+    """A checked probe file.
 
+    Sections that are absent are None. ``raw`` is the document as written, for run.json; ``notes`` says how a file of
+    msprobe was translated.
+    """
 
-def _dump(node: Node) -> schema.DumpConfig:
-    config = schema.DumpConfig(**_read(node, _DUMP))
-    if config.task == "structure" and (config.digest is not False or config.sketch):
-        key = "digest" if config.digest is not False else "sketch"
-        raise node.context.error(f"{node.path}.{key}", "has no values to work on: task is structure", "task statistics")
-    check_together(config, node)
-    return config
-
-
-def _tensor(node: Node) -> schema.TensorChoice:
-    match = _TENSOR.fullmatch(node.text(_ACCEPTED_TENSOR))
-    if match is None:
-        raise node.error("does not say which tensor", _ACCEPTED_TENSOR)
-    count, index = (None if group is None else int(group) for group in match.groups())
-    if count is not None and (count == 0 or (index is not None and index >= count)):
-        raise node.error("names a tensor that is not there", _ACCEPTED_TENSOR)
-    return schema.TensorChoice(count, index)
-
-
-def _targets(node: Node) -> tuple[schema.Target, ...]:
-    targets = node.mapping("a mapping from module names to {} or {input: tensor, …}")
-    for name, child in targets.items():
-        if not name.strip():
-            raise child.error("stands under an empty name", "the name of a module or parameter")
-    return tuple(schema.Target(name, **_read(child, _TARGET)) for name, child in targets.items())
-
-
-def _monitor(node: Node) -> schema.MonitorConfig:
-    config = schema.MonitorConfig(**_read(node, _MONITOR))
-    watched = (
-        *("activations", "gradients", "clipped", "microbatch_gradients", "optimizer", "master_weights", "update"),
-        *("agreement", "parameters", "data", "comm", "metrics"),
+    output: Path = key(Path("probe_out"), _OUTPUT, "run directory that is written", "./probe_out")
+    ranks: RankSelection = key(
+        RankSelection(), RANKS, "ranks that take part, by number or by parallel coordinates", "{tp: 0, dp: 0}"
     )
-    if not any(getattr(config, name) for name in watched):
-        raise node.context.error(node.path, "nothing asked", f"at least one of {', '.join(watched)}")
+    steps: StepSelection = key(
+        StepSelection(),
+        STEPS,
+        "steps that are dumped and examined, counted from 0; with after_start from the first step of the job",
+        '[10, "20-22", "100-1000/100"]',
+    )
+    forward_passes: ForwardPasses = key(
+        "off",
+        _FORWARD_PASSES,
+        "passes without backward are the steps: each call of the model (call), or all up to session.step() (step)",
+        "call",
+    )
+    dump: DumpConfig | None = key(None, DUMP, "record modules and API calls on the chosen steps", "{level: mix}")
+    monitor: MonitorConfig | None = key(
+        None, MONITOR, "record statistics throughout the training", "{every: 10, alerts: [nonfinite]}"
+    )
+    perturb: PerturbConfig | None = key(
+        None, PERTURB, "run operators again to find fragile or wrong ones", "{budget: 5%}"
+    )
+    checks: ChecksConfig | None = key(None, CHECKS, "compare ranks that should hold the same values", "{every: 100}")
+    recorder: RecorderConfig | None = key(
+        None, RECORDER, "keep the last steps in memory, write them when something happens", "{keep_steps: 4}"
+    )
+    shards: tuple[ShardRule, ...] = key(
+        (), SHARDS, "how tensors are sharded, where the kit cannot know", "[{name: my_gate, shard: 's b h[tp]'}]"
+    )
+    reproduce: ReproduceConfig | None = key(
+        None, REPRODUCE, "make two jobs start from the same state", "{seed: 7, weights: by_name}"
+    )
+    replay: ReplayConfig | None = key(
+        None, REPLAY, "feed modules the inputs of another run", "{run: ./golden, modules: [mlp]}"
+    )
+    limits: Limits = key(
+        Limits(), LIMITS, "memory and disk space that the kit may use", "{host_memory: 4GiB, disk: 100GiB}"
+    )
+    strict: bool = key(False, BOOLEAN, "stop the job on an internal error of the kit", "true")
+    source: str = ""
+    raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    notes: tuple[str, ...] = ()
+
+
+def read_probe_file(root: Node) -> ProbeConfig:
+    """Read a whole document; raises ``ConfigError``."""
+    config = read_section(ProbeConfig, root, source=root.context.source)
+    if all(getattr(config, name) is None for name in SECTIONS):
+        accepted = "at least one, e.g. dump: {level: L0}"
+        raise root.context.error("", f"requests nothing: none of {', '.join(SECTIONS)}", accepted)
+    for index, alert in enumerate(config.monitor.alerts if config.monitor is not None else ()):
+        _check_alert(alert, config, Node(alert.rule, f"monitor.alerts[{index}]", root.context))
     return config
 
 
-def _perturb(node: Node) -> schema.PerturbConfig:
-    config = schema.PerturbConfig(**_read(node, _PERTURB))
-
-    def refuse(key: str, problem: str, accepted: str) -> None:
-        value = getattr(config, key)
-        shown = list(value) if isinstance(value, tuple) else value
-        raise Node(shown, f"{node.path}.{key}", node.context).error(problem, accepted)
-
-    if config.list and config.scope:
-        refuse("scope", "stands beside a list", "either list or scope")
-    if config.mode == "to_cpu" and config.device not in (None, "cpu"):
-        refuse("device", "is not where mode to_cpu runs", "device: cpu, or another mode")
-    if config.device == "cpu" and config.mode != "to_cpu":
-        refuse("device", f"is not where mode {config.mode} runs", "mode: to_cpu, or leave device out")
-    if config.profile == "msprobe" and config.stage == "backward" and config.whole:
-        problem = "of the whole network is not affordable with profile msprobe"
-        refuse("stage", problem, "backward with a list, or profile: ulp")
-    if config.handler == "fix":
-        if config.mode not in _FIXING_MODES:
-            refuse("handler", f"cannot repair with mode {config.mode}", f"mode: {' or '.join(_FIXING_MODES)}")
-        if config.preheat:
-            refuse("handler", "has no thresholds to preheat", "check, or preheat: false")
-        if config.budget is not None and config.budget < 1:
-            refuse("budget", "would repair an operator at some steps only", "budget: all, or handler: check")
-    if config.twin == "sibling" and not (config.handler == "fix" and config.modules):
-        refuse("twin", "is the code of the same module in another layer", "handler: fix with names in modules")
-    if config.preheat and config.budget is not None and config.budget < 1:
-        refuse("preheat", "counts every call", "budget: all, or preheat: false")
-    return config
+def _check_alert(alert: Alert, config: ProbeConfig, node: Node) -> None:
+    """Refuse an alert that needs a section which is absent."""
+    if alert.rule == "replica" and config.checks is None:
+        raise node.error("needs the checks section", "checks: {} beside the monitor")
+    action = alert.action or AlertAction()
+    if action.record and config.dump is None:
+        raise node.error("is to record steps and there is no dump", "dump: {} with steps: none, or no action.record")
+    if action.recorder and config.recorder is None:
+        raise node.error("is to keep the flight recorder and there is none", "recorder: {} beside the monitor")
 
 
-def _budget(node: Node) -> float:
-    accepted = "a share of the step such as 5%, or all"
-    if node.value == "all":
-        return 1.0
-    match = _PERCENT.fullmatch(node.value) if isinstance(node.value, str) else None
-    if match is None or not 0 < float(match[1]) <= _WHOLE:
-        raise node.error("is not a share", accepted)
-    return float(match[1]) / _WHOLE
-
-
-def _rows(node: Node) -> int:
-    if node.value == "all":
-        return 0
-    accepted = "a whole number from 1 to 1000000, or all"
-    if isinstance(node.value, bool) or not isinstance(node.value, int):
-        raise node.error("is not a whole number", accepted)
-    if not 1 <= node.value <= 10**6:
-        raise node.error("is out of range", accepted)
-    return node.value
-
-
-def _checks(node: Node) -> schema.ChecksConfig:
-    config = schema.ChecksConfig(**_read(node, _CHECKS))
-    kinds = ("replicas", "optimizer", "rng", "collectives")
-    if not any(getattr(config, kind) for kind in kinds):
-        raise node.context.error(node.path, "nothing asked", f"at least one of {', '.join(kinds)}")
-    return config
-
-
-def _recorder(node: Node) -> schema.RecorderConfig:
-    return schema.RecorderConfig(**_read(node, _RECORDER))
-
-
-def _limits(node: Node) -> schema.Limits:
-    return schema.Limits(**_read(node, _LIMITS))
-
-
-def _names(node: Node) -> tuple[str, ...]:
-    return tuple(item.text() for item in node.items("a list of names of calls"))
-
-
-_DUMP: dict[str, Reader] = {
-    "level": _choice(schema.LEVELS),
-    "task": _choice(schema.TASKS),
-    "digest": _digest,
-    "sketch": _integer(0, 4096),
-    "apis": _choice(schema.APIS),
-    "list": parse_name_list,
-    "scope": _two_names,
-    "data_mode": _data_mode,
-    "stacks": _boolean,
-    "microbatches": parse_selection,
-    "layers": parse_selection,
-    "tensor_list": parse_name_list,
-    "slice": parse_slices,
-    "functions": parse_functions,
-}
-_TARGET: dict[str, Reader] = {key: _tensor for key in ("input", "output", "input_grad", "output_grad")}
-_MONITOR: dict[str, Reader] = {
-    "activations": _boolean,
-    "direction": _choice(schema.DIRECTIONS),
-    "microbatches": _choice(schema.MICROBATCHES),
-    "gradients": _boolean,
-    "clipped": _boolean,
-    "microbatch_gradients": _boolean,
-    "optimizer": _boolean,
-    "master_weights": _boolean,
-    "update": _boolean,
-    "agreement": _boolean,
-    "parameters": _boolean,
-    "data": _boolean,
-    "comm": _boolean,
-    "metrics": lambda node: tuple(
-        dict.fromkeys(item.choice(schema.METRICS) for item in node.items(f"a list of {', '.join(schema.METRICS)}"))
-    ),
-    "start_step": _integer(0),
-    "every": _integer(1),
-    "collect_times": _integer(1),
-    "window": parse_selection,
-    "targets": _targets,
-    "alerts": lambda node: tuple(parse_alert(item) for item in node.items("a list of rules")),
-    "format": _some_of(schema.FORMATS),
-}
-_PERTURB: dict[str, Reader] = {
-    "mode": _choice(schema.MODES),
-    "handler": _choice(schema.HANDLERS),
-    "stage": _choice(schema.STAGES),
-    "list": parse_name_list,
-    "scope": _names,
-    "modules": parse_name_list,
-    "layers": parse_selection,
-    "microbatches": parse_selection,
-    "profile": _choice(schema.PROFILES),
-    "budget": _budget,
-    "device": _choice(("cpu", "npu", "cuda")),
-    "ulps": _integer(1, 1000),
-    "rows": _rows,
-    "twin": _choice(schema.TWINS),
-    "preheat": _boolean,
-    "preheat_steps": _integer(1),
-    "max_samples": _integer(1),
-}
-_CHECKS: dict[str, Reader] = {
-    **dict.fromkeys(("replicas", "optimizer", "rng", "collectives"), _boolean),
-    "every": _integer(1),
-}
-_RECORDER: dict[str, Reader] = {
-    "keep_steps": _integer(1, 10_000),
-    "on": _some_of(schema.TRIGGERS),
-    "times": _integer(1),
-}
-_LIMITS: dict[str, Reader] = {"host_memory": parse_size, "disk": parse_size}
-_TOP: dict[str, Reader] = {
-    "output": parse_output,
-    "ranks": parse_ranks,
-    "steps": parse_steps_or_none,
-    "dump": _dump,
-    "monitor": _monitor,
-    "perturb": _perturb,
-    "checks": _checks,
-    "recorder": _recorder,
-    "shards": parse_shards,
-    "reproduce": parse_reproduce,
-    "replay": parse_replay,
-    "limits": _limits,
-    "strict": _boolean,
-}
-TABLES: dict[type, Mapping[str, Reader]] = {
-    schema.ProbeConfig: _TOP,
-    schema.DumpConfig: _DUMP,
-    schema.MonitorConfig: _MONITOR,
-    schema.PerturbConfig: _PERTURB,
-    schema.ChecksConfig: _CHECKS,
-    schema.RecorderConfig: _RECORDER,
-    schema.Limits: _LIMITS,
-    ShardRule: SHARD,
-    ReproduceConfig: REPRODUCE,
-    ReplayConfig: REPLAY,
-    schema.Alert: ALERT,
-    schema.AlertAction: ACTION,
-}
+def describe(config: ProbeConfig) -> str:
+    """The summary that `msprobe-megatron validate FILE` prints: one line for each thing that will happen."""
+    lines = {}
+    for name, declared in keys_of(type(config)).items():
+        value = getattr(config, name)
+        if name == "strict":
+            lines["faults"] = "stop the job (strict)" if value else "disable the probe, training continues"
+        elif name == "forward_passes":
+            ends = {"call": "every call of the model is one", "step": "session.step() ends one"}
+            lines["steps of"] = f"forward passes: {ends[value]}" if value in ends else ""
+        elif name == "shards":
+            lines[name] = f"{len(value)} rule(s): {', '.join(rule.name for rule in value)}" if value else ""
+        elif hasattr(value, "describe"):
+            lines[name] = value.describe()
+        elif value is not None:
+            lines[name] = as_text(declared.type.write(value))
+    body = [f"  {name:<9} {text}" for name, text in lines.items() if text]
+    return "\n".join([config.source, *body, *(f"  {'note':<9} {note}" for note in config.notes)])

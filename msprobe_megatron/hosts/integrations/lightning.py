@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from msprobe_megatron.session import Session
+    from msprobe_megatron.job.session.session import Session
 
 
 def _base() -> type:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from msprobe_megatron.session import Session
+    from msprobe_megatron.job.session.session import Session
 
 
 class ProbeCallback:

@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from msprobe_megatron.session import Session
+    from msprobe_megatron.job.session.session import Session
 
 NAME = "msprobe"
 _MODULES = ("swift.megatron.callbacks", "swift.megatron.trainers.callbacks")
@@ -54,10 +54,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def register(callbacks: dict[str, Any] | None = None) -> None:
-    """Enter the callback into ms-swift's table (or the one that is given) under the name `msprobe`.
-
-    Example: ``register()`` in a plug-in, then ``--callbacks msprobe`` on the command line.
-    """
+    """Enter the callback into ms-swift's table (or the one that is given) under the name `msprobe`."""
     if callbacks is None:
         callbacks = _table()
     callbacks[NAME] = ProbeCallback

@@ -11,12 +11,9 @@ from typing import Any
 
 
 def init(args: Any = None) -> None:
-    """Make this process ready; the model that is built next is attached.
-
-    Example: named in ``--custom-megatron-init-path``.
-    """
-    from msprobe_megatron.arguments import Flags, from_namespace
-    from msprobe_megatron.arming import arm
+    """Make this process ready; the model that is built next is attached."""
+    from msprobe_megatron.config.flags import Flags, from_namespace
+    from msprobe_megatron.job.session.arming import arm
 
     flags = from_namespace(args) if args is not None else Flags()
     # Megatron is imported by now: the emulation on CPU is the caller's to install, and before that.

@@ -14,14 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from msprobe_megatron.session import Session
+    from msprobe_megatron.job.session.session import Session
 
 
 def attach_engine(engine: Any, config: Any = None, *, tag: str = "actor") -> Session:
-    """Arm the engine's model chunks and, where it has one, its optimizer.
-
-    Example: ``attach_engine(worker.engine, "probe.yaml", tag="critic")``.
-    """
+    """Arm the engine's model chunks and, where it has one, its optimizer."""
     from msprobe_megatron import attach
 
     module = engine.module

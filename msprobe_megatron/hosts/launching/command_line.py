@@ -36,11 +36,7 @@ class Launch:
         return os.path.basename(self.target)
 
     def words(self, appended: Sequence[str] = ()) -> list[str]:
-        """The command line that runs the same script under the kit.
-
-        Example: ``--nproc_per_node 8 pretrain_gpt.py --lr 1`` becomes
-        ``--nproc_per_node 8 -m msprobe_megatron.run pretrain_gpt.py --lr 1``.
-        """
+        """The command line that runs the same script under the kit."""
         if not self.is_python or self.target == RUN:
             return [*self.options, self.target, *self.arguments, *appended]
         # With -m among its options the launcher already takes a module; else it is told to.
@@ -53,9 +49,8 @@ class LaunchError(Exception):
 
 
 def read(words: Sequence[str]) -> Launch:
-    """Take a command line apart; one with an option that is not in the tables above is left to the launcher's parser.
-
-    Example: ``read(["--nnodes", "1", "train.py", "--lr", "1"]).target == "train.py"``.
+    """Take a command line apart; one with an option that is not in the tables above is left to the launcher's
+    parser.
     """
     return _read_known(words) or _read_with_torch(words)
 

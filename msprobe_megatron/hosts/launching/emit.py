@@ -6,8 +6,8 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from msprobe_megatron.config.errors import ConfigError
-from msprobe_megatron.launching.command_line import RUN
+from msprobe_megatron.config.document import ConfigError
+from msprobe_megatron.hosts.launching.command_line import RUN
 
 # A command over continuation lines that calls a launcher and names a script.
 _LAUNCHER = re.compile(r"(?:^|\s)(?:torchrun|python3?\s+-m\s+torch\.distributed\.(?:launch|run))\s")
@@ -17,11 +17,7 @@ _PIECES = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?P<end>(?<=\s)\d>|[|>&;]
 
 
 def emit(recipe: str, appended: Sequence[str], source: str) -> str:
-    """The text of a recipe that runs its script under the kit, with `appended` at the end of the script's arguments.
-
-    Example: ``torchrun $D pretrain_gpt.py $A | tee log`` becomes
-    ``torchrun $D -m msprobe_megatron.run pretrain_gpt.py $A --msprobe-config F | tee log``.
-    """
+    """The text of a recipe that runs its script under the kit, with `appended` at the end of the script's arguments."""
     done, count = [], 0
     for command in _commands(recipe):
         changed = _rewrite(command, appended)

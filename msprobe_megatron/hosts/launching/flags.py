@@ -30,11 +30,7 @@ class Flag:
 
 
 def flags_of(words: Sequence[str]) -> list[Flag]:
-    """Take a command line apart; words that follow a flag and are none are its values, however many.
-
-    Example: ``flags_of(["--load", "your", "path", "--bf16"])`` is
-    ``[Flag("load", ("your", "path")), Flag("bf16")]``.
-    """
+    """Take a command line apart; words that follow a flag and are none are its values, however many."""
     found: list[Flag] = []
     for word in words:
         if word.startswith("--") and len(word) > 2:

@@ -1,22 +1,34 @@
 """Recipe overlays: data files that say how a model's launch recipe is run under the kit.
 
 An overlay lies beside the scripts (scripts/recipes/HOST/MODEL.yaml), is read by the launcher before any process is
-started, and only ever appends to the recipe's own command line, where the last of two equal flags counts.
+started, and only appends to the recipe's own command line, where the last of two equal flags counts. A job that it
+makes shorter or smaller is not to save over the recipe's checkpoints: `cuts` says so, the launcher sees to it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.config.document import read_document
-from msprobe_megatron.config.errors import ConfigError
+from msprobe_megatron.config.document import ConfigError, read_document
 
 _KEYS = ("title", "match", "expects", "append", "override", "small", "environment", "probe", "notes", "demo")
 _MATCH = ("recipe", "script")
+_NOTE = ("unless", "text")
+_TRACKER = "latest_checkpointed_iteration.txt"
+# Which schedule of the learning rate counts, the checkpoint's or the job's; without either they have to be the same.
+_SCHEDULES = (
+    "use-checkpoint-opt_param-scheduler",
+    "override-opt_param-scheduler",
+    "use-checkpoint-opt-param-scheduler",
+    "override-opt-param-scheduler",
+)
+# An overlay that has these among `append` cuts the job as `override` would.
+_CUTTING = ("--train-iters", "--train-samples", "--exit-interval", "--exit-duration-in-mins", "--num-layers")
 
 
 @dataclass(frozen=True)
@@ -25,7 +37,8 @@ class Overlay:
 
     `expects` are flags whose value the recipe should have, None for a flag without value and False for one that
     should not be there. `append` and `override` are added to the command line, `small` too where a small run is
-    asked for. `demo` is the architecture, shrunk, in flags of the demo script.
+    asked for. `demo` is the architecture, shrunk, in flags of the demo script. `notes_unless` are notes that hold
+    where a flag is not given, with that flag.
     """
 
     name: str
@@ -39,13 +52,11 @@ class Overlay:
     environment: Mapping[str, str] = field(default_factory=dict)
     probe: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    notes_unless: tuple[tuple[str, str], ...] = ()
     demo: tuple[str, ...] = ()
 
     def matches(self, recipe: str) -> bool:
-        """Whether a recipe's path looks like this model's.
-
-        Example: ``*llama2*7b*`` matches ``examples/llama2/pretrain_llama2_7b_ptd.sh``.
-        """
+        """Whether a recipe's path looks like this model's."""
         return any(fnmatch.fnmatch(recipe.lower(), pattern.lower()) for pattern in self.recipes)
 
     def arguments(self, argv: Sequence[str], small: bool = False) -> list[str]:
@@ -56,11 +67,21 @@ class Overlay:
                 words += _shortened(value, argv) if flag == "train-iters" else _as_words(flag, value)
         return words
 
+    def cuts(self, small: bool = False) -> bool:
+        """Whether the job is no longer the recipe's: shorter, smaller, or with another value of some flag."""
+        return bool(
+            self.override or (small and self.small) or any(word.partition("=")[0] in _CUTTING for word in self.append)
+        )
+
+    def notes_on(self, argv: Sequence[str]) -> list[str]:
+        """The notes that depend on the recipe's flags and hold for these."""
+        return [text for flag, text in self.notes_unless if value_of(flag, argv) is False]
+
     def drift(self, argv: Sequence[str]) -> list[str]:
         """Where a command line is not what this overlay was made for, one sentence each."""
         found = []
         for flag, expected in self.expects.items():
-            actual = _value_of(flag, argv)
+            actual = value_of(flag, argv)
             if actual != (expected if isinstance(expected, bool) else str(expected)):
                 found.append(f"--{flag} {_shown(actual)}; the overlay expects that it {_shown(expected)}")
         return found
@@ -79,20 +100,39 @@ def _as_words(flag: str, value: Any) -> list[str]:
 
 
 def _shortened(iterations: Any, argv: Sequence[str]) -> list[str]:
-    """Fewer iterations at the learning rates of the whole job: its schedule goes on to where the recipe's ends.
+    """Fewer iterations, from where the job starts, at the learning rates of the whole job.
 
-    A warm-up longer than the schedule would be refused, and a recipe that counts samples refuses iterations.
+    Its schedule goes on to where the recipe's ends: a warm-up longer than the schedule would be refused. So are
+    iterations where a recipe counts samples, and a checkpoint's schedule of another length than the job's.
     """
-    unit, count = "iters", str(iterations)
-    batch = _value_of("global-batch-size", argv)
-    if isinstance(_value_of("train-samples", argv), str) and isinstance(batch, str) and batch.isdecimal():
-        unit, count = "samples", str(int(iterations) * int(batch))
-    whole = _value_of(f"train-{unit}", argv)
-    keep = isinstance(whole, str) and whole.isdecimal() and not _value_of(f"lr-decay-{unit}", argv)
-    return [f"--train-{unit}", count, *([f"--lr-decay-{unit}", str(whole)] if keep else [])]
+    unit, start = "iters", start_of(argv)
+    count = start + int(iterations)
+    batch = value_of("global-batch-size", argv)
+    if isinstance(value_of("train-samples", argv), str) and isinstance(batch, str) and batch.isdecimal():
+        if value_of("rampup-batch-size", argv):
+            count -= start  # how many samples the start is at is not known
+        unit, count = "samples", count * int(batch)
+    whole = value_of(f"train-{unit}", argv)
+    keep = isinstance(whole, str) and whole.isdecimal() and not value_of(f"lr-decay-{unit}", argv)
+    words = [f"--train-{unit}", str(count), *([f"--lr-decay-{unit}", str(whole)] if keep else [])]
+    if start and not any(value_of(flag, argv) for flag in ("no-load-optim", *_SCHEDULES)):
+        words.append(f"--{_SCHEDULES[0]}")
+    return words
 
 
-def _value_of(flag: str, argv: Sequence[str]) -> str | bool:
+def start_of(argv: Sequence[str]) -> int:
+    """The iteration that the checkpoint of `--load` is at, as far as can be read here; 0 of a job that begins anew."""
+    load, step = value_of("load", argv), value_of("ckpt-step", argv)
+    if not isinstance(load, str) or value_of("finetune", argv):
+        return 0
+    reached = step if isinstance(step, str) else ""
+    # What cannot be read here is the job's to complain about.
+    with contextlib.suppress(OSError):
+        reached = reached or Path(load, _TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    return int(reached) if reached.isdecimal() else 0
+
+
+def value_of(flag: str, argv: Sequence[str]) -> str | bool:
     """Value of a flag, the last one given; True without a value, False when it is not there."""
     found: str | bool = False
     for index, word in enumerate(argv):
@@ -105,10 +145,7 @@ def _value_of(flag: str, argv: Sequence[str]) -> str | bool:
 
 
 def read(path: Path, root: Path | None = None) -> Overlay:
-    """Read one overlay file; raises `ConfigError` naming the key at fault.
-
-    Example: ``read(Path("scripts/recipes/modellink/llama2_7b.yaml")).title``.
-    """
+    """Read one overlay file; raises `ConfigError` naming the key at fault."""
     content = read_document(path)
     name = str(path.relative_to(root).with_suffix("")) if root is not None else path.stem
     if not isinstance(content, dict):
@@ -123,6 +160,7 @@ def read(path: Path, root: Path | None = None) -> Overlay:
     if not content.get("title"):
         raise ConfigError(f"{path}: title: missing; accepted: what the overlay is for, in a line")
     environment = {str(key): str(value) for key, value in _table(content, "environment", path).items()}
+    notes, notes_unless = _notes(content, path)
     return Overlay(
         name=name,
         title=str(content["title"]),
@@ -134,9 +172,25 @@ def read(path: Path, root: Path | None = None) -> Overlay:
         small=_table(content, "small", path),
         environment=environment,
         probe=_table(content, "probe", path),
-        notes=_words(content, "notes", path),
+        notes=notes,
+        notes_unless=notes_unless,
         demo=tuple(word for line in _words(content, "demo", path) for word in line.split()),
     )
+
+
+def _notes(content: Mapping[str, Any], path: Path) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    always: list[str] = []
+    unless: list[tuple[str, str]] = []
+    value = content.get("notes") or []
+    for note in value if isinstance(value, list) else []:
+        if not isinstance(note, dict):
+            always.append(str(note))
+        elif set(note) == set(_NOTE):
+            unless.append((str(note["unless"]), str(note["text"])))
+        else:
+            raise ConfigError(f"{path}: notes: {note!r} is no note; accepted: a line, or {{unless: FLAG, text: LINE}}")
+    _words(content, "notes", path)
+    return tuple(always), tuple(unless)
 
 
 def _table(content: Mapping[str, Any], key: str, path: Path) -> dict[str, Any]:
@@ -159,10 +213,7 @@ def all_overlays(root: Path) -> list[Overlay]:
 
 
 def find(name: str, root: Path) -> Overlay:
-    """The overlay called HOST/MODEL (or MODEL alone where only one host has it), or of a file.
-
-    Example: ``find("modellink/llama2_7b", Path("scripts/recipes"))``.
-    """
+    """The overlay called HOST/MODEL (or MODEL alone where only one host has it), or of a file."""
     if name.endswith((".yaml", ".yml")):
         return read(Path(name))
     known = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.glob("*/*.yaml"))}

@@ -1,4 +1,4 @@
-"""Runs a recipe from beginning to end: what `scripts/msprobe_run.sh` does once it has found a Python.
+"""Runs a recipe from beginning to end: `msprobe-megatron launch`.
 
 The recipe is started as it is, in the caller's directory, with the shims in front of PATH. Its exit code is that of
 the launcher it called, even where the recipe's own pipe into `tee` hides it.
@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -20,35 +21,39 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from msprobe_megatron.config.document import read_document
-from msprobe_megatron.config.errors import ConfigError
-from msprobe_megatron.launching import rehearsal
-from msprobe_megatron.launching.emit import emit
-from msprobe_megatron.overlays import Overlay, all_overlays, find
+from msprobe_megatron.config.document import ConfigError, read_document
+from msprobe_megatron.config.save_flags import FLAG, Taken, refuse_hidden, without_save
+from msprobe_megatron.hosts.launching.changes import changes, remarks
+from msprobe_megatron.hosts.launching.emit import emit
+from msprobe_megatron.hosts.launching.hosts import overlays_for
+from msprobe_megatron.hosts.launching.overlays import Overlay, all_overlays, find
+from msprobe_megatron.hosts.launching.shipped import recipes, shims, shipped
+from msprobe_megatron.hosts.rehearsal import rewrite
 
-_EXAMPLE = """\
+EXAMPLES = """\
 examples:
-  bash scripts/msprobe_run.sh --config probe.yaml -- examples/llama2/pretrain_llama2_7b_ptd.sh
-  bash scripts/msprobe_run.sh --overlay modellink/llama2_7b -- examples/llama2/pretrain_llama2_7b_ptd.sh
-  bash scripts/msprobe_run.sh --overlay modellink/llama2_7b --emit probed.sh -- examples/llama2/pretrain_llama2_7b.sh
-  bash scripts/msprobe_run.sh --rehearse --overlay modellink/llama2_7b -- examples/llama2/pretrain_llama2_7b_ptd.sh
+  msprobe-megatron launch --config probe.yaml -- examples/llama2/pretrain_llama2_7b_ptd.sh
+  msprobe-megatron launch --overlay modellink/llama2_7b -- examples/llama2/pretrain_llama2_7b_ptd.sh
+  msprobe-megatron launch --overlay modellink/llama2_7b --emit probed.sh -- examples/llama2/pretrain_llama2_7b.sh
+  msprobe-megatron launch --rehearse --overlay modellink/llama2_7b -- examples/llama2/pretrain_llama2_7b_ptd.sh
 """
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the runner's own flags; what follows `--` (or the first word that is no flag) is the recipe."""
-    parser = argparse.ArgumentParser(
-        prog="msprobe_run.sh",
-        description="Run an untouched launch recipe under the kit.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--overlay", metavar="NAME", help="HOST/MODEL of scripts/recipes, or a YAML file")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the runner's own flags; what follows `--` (or the first word that is no flag) is the recipe."""
+    parser.add_argument("--overlay", metavar="NAME", help="HOST/MODEL of `msprobe-megatron overlays`, or a YAML file")
     parser.add_argument("--config", metavar="FILE", help="probe file (default: the overlay's)")
     parser.add_argument("--output", metavar="DIR", help="run directory (default: the probe file's)")
     parser.add_argument("--device", metavar="NAME", help="auto, cpu, cuda or npu")
     parser.add_argument("--small", action="store_true", help="apply the overlay's `small` flags: fewer layers")
+    parser.add_argument(
+        "--keep-save",
+        action="store_true",
+        help="leave --save to a job that the overlay makes shorter: it then saves over the recipe's checkpoints",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what the overlay changes; the recipe is run up to its launch"
+    )
     parser.add_argument(
         "--rehearse",
         metavar="RANKS",
@@ -59,28 +64,29 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--emit", metavar="OUT.sh", help="write a copy of the recipe with the kit in it; run nothing")
     parser.add_argument("--list", action="store_true", help="list the overlays")
+    parser.add_argument(
+        "--env", action="store_true", help="print the path of the script that is sourced to launch recipes by hand"
+    )
     parser.add_argument("recipe", nargs=argparse.REMAINDER, metavar="-- RECIPE.sh ARGS")
-    arguments = parser.parse_args(list(argv))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the recipe that the flags name; returns the exit code, the launcher's where one was started."""
     if arguments.recipe[:1] == ["--"]:
         arguments.recipe = arguments.recipe[1:]
-    if not arguments.recipe and not arguments.list:
-        parser.error("no recipe is named; accepted: -- RECIPE.sh ARGS")
-    return arguments
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    arguments = parse(sys.argv[1:] if argv is None else argv)
-    root = Path(os.environ["MSPROBE_RECIPES"])
+    if arguments.env:
+        print(shipped("scripts") / "msprobe_env.sh")
+        return 0
+    if arguments.list:
+        for overlay in all_overlays(recipes()):
+            print(f"{overlay.name:32} {overlay.title}")
+        return 0
+    if not arguments.recipe:
+        raise ConfigError("launch: no recipe is named; accepted: -- RECIPE.sh ARGS")
     try:
-        if arguments.list:
-            for overlay in all_overlays(root):
-                print(f"{overlay.name:32} {overlay.title}")
-            return 0
-        return _run(arguments, root)
-    except (ConfigError, OSError) as error:
-        print(f"msprobe: {error}", file=sys.stderr, flush=True)
-        return 2
+        return _run(arguments, recipes())
+    except OSError as error:
+        raise ConfigError(f"launch: {error}") from None
 
 
 def _run(arguments: argparse.Namespace, root: Path) -> int:
@@ -91,20 +97,57 @@ def _run(arguments: argparse.Namespace, root: Path) -> int:
     if arguments.rehearse:
         _prepare_rehearsal(arguments)
     if overlay is None:
-        hint = [other.name for other in all_overlays(root) if other.matches(str(recipe))]
+        hint = [other.name for other in overlays_for(recipe, root)]
         if hint:
             print(f"msprobe: an overlay fits this recipe: --overlay {' or '.join(hint)}", flush=True)
     if arguments.emit:
         return _emit(arguments, overlay, recipe)
     with tempfile.TemporaryDirectory(prefix="msprobe_") as folder:
         environment = _environment(arguments, overlay, Path(folder))
+        if arguments.dry_run:
+            return _dry_run(arguments.recipe, environment, Path(folder))
+        if not arguments.rehearse:
+            for name in _missing_logs(recipe):
+                _complain(f"{recipe} writes its log to {name}/, which is not there; accepted: mkdir -p {name}")
         code = _wait([_shell(recipe), *arguments.recipe], environment, Path(folder))
         return _verdict(code, Path(folder), recipe, launcher_counts=bool(arguments.rehearse))
 
 
+def _complain(sentence: str) -> None:
+    print(f"msprobe: {sentence}", file=sys.stderr, flush=True)
+
+
+def _dry_run(words: Sequence[str], environment: dict[str, str], folder: Path) -> int:
+    """Run a recipe up to its launch and repeat what the shim had to say; no log of an earlier job is overwritten."""
+    (folder / "bin").mkdir()
+    tee = folder / "bin/tee"
+    tee.write_text("#!/bin/sh\nexec cat\n", encoding="utf-8")
+    tee.chmod(0o755)
+    environment["PATH"] = f"{tee.parent}{os.pathsep}{environment['PATH']}"
+    # -C: a `> log` that exists is not overwritten. A session of its own: the shim ends it.
+    shell = [_shell(Path(words[0])), "-C", *words]
+    code = subprocess.run(shell, env=environment, start_new_session=True, check=False).returncode
+    said = folder / "said"
+    print(said.read_text(encoding="utf-8") if said.exists() else "", end="", file=sys.stderr, flush=True)
+    if (folder / "dry").exists():
+        return 0
+    if not (folder / "refused").exists():
+        _complain(f"{words[0]} ended with exit code {code} before it launched anything: nothing is known of its flags")
+    return 2
+
+
+def _missing_logs(recipe: Path) -> list[str]:
+    """Directories that a recipe's `tee` writes to, that are not there and that the recipe does not make."""
+    text = recipe.read_text(encoding="utf-8", errors="replace")
+    found = dict.fromkeys(re.findall(r"^[^#\n]*\|\s*tee\s+(?:-a\s+)?[\"']?([^\s$\"'|;&]+)/[^\s/]*", text, re.MULTILINE))
+    return [name for name in found if not Path(name).is_dir() and not re.search(rf"mkdir\b.*{re.escape(name)}", text)]
+
+
 def _prepare_rehearsal(arguments: argparse.Namespace) -> None:
     """Refuse what a rehearsal cannot be combined with, and a machine that can train the recipe itself."""
-    rehearsal.ranks_of(arguments.rehearse)
+    rewrite.ranks_of(arguments.rehearse)
+    if arguments.keep_save:
+        raise ConfigError("--keep-save: a rehearsal saves nothing; accepted: --rehearse or --keep-save, not both")
     if arguments.emit:
         raise ConfigError("--emit: writes a copy for the real machine; accepted: --rehearse or --emit, not both")
     if arguments.device not in (None, "cpu"):
@@ -114,7 +157,7 @@ def _prepare_rehearsal(arguments: argparse.Namespace) -> None:
             f"--rehearse: torch is not installed in {sys.executable}; accepted: an environment with the host's packages"
             " and a torch for CPU"
         )
-    found = rehearsal.accelerator()
+    found = rewrite.accelerator()
     if found is not None:
         raise ConfigError(
             f"--rehearse: is for machines without accelerator, but {found}; accepted: run the recipe without"
@@ -124,12 +167,13 @@ def _prepare_rehearsal(arguments: argparse.Namespace) -> None:
 
 
 def _environment(arguments: argparse.Namespace, overlay: Overlay | None, folder: Path) -> dict[str, str]:
-    environment = dict(os.environ, MSPROBE_STATUS=str(folder))
+    environment = _routed(dict(os.environ, MSPROBE_STATUS=str(folder)))
     if overlay is not None:
         is_file = arguments.overlay.endswith((".yaml", ".yml"))
         environment["MSPROBE_OVERLAY"] = os.path.abspath(arguments.overlay) if is_file else overlay.name
         # What is to be known about --small is said to those who asked for it.
-        for note in (note for note in overlay.notes if arguments.small or "--small" not in note):
+        notes = [note for note in overlay.notes if arguments.small or "--small" not in note]
+        for note in notes if not arguments.dry_run else ():
             print(f"msprobe: overlay {overlay.name}: {note}", flush=True)
     config = _probe_file(arguments, overlay, folder)
     given = {"CONFIG": config, "OUTPUT": arguments.output, "DEVICE": arguments.device}
@@ -137,11 +181,26 @@ def _environment(arguments: argparse.Namespace, overlay: Overlay | None, folder:
         if value:
             # Recipes change directory; a path that was right here must stay right.
             environment[f"MSPROBE_{name}"] = value if name == "DEVICE" else os.path.abspath(value)
-    if arguments.small:
-        environment["MSPROBE_SMALL"] = "1"
+    for name in ("small", "keep_save", "dry_run"):
+        if getattr(arguments, name):
+            environment[f"MSPROBE_{name.upper()}"] = "1"
+    if not arguments.dry_run:
+        # Only the runner knows how to end one.
+        environment.pop("MSPROBE_DRY_RUN", None)
     if arguments.rehearse:
         environment["MSPROBE_REHEARSE"] = arguments.rehearse
         _refuse_second_run(environment.get("MSPROBE_OUTPUT") or str(_content(config).get("output") or ""))
+    return environment
+
+
+def _routed(environment: dict[str, str]) -> dict[str, str]:
+    """The environment with the shims in front of PATH, and what they look for."""
+    front = str(shims())
+    environment |= {"MSPROBE_SHIMS": front, "MSPROBE_RECIPES": str(recipes())}
+    environment.setdefault("MSPROBE_PYTHON", sys.executable)
+    path = environment.get("PATH", os.defpath)
+    if front not in path.split(os.pathsep):
+        environment["PATH"] = f"{front}{os.pathsep}{path}"
     return environment
 
 
@@ -187,11 +246,9 @@ def _refuse_second_run(output: str) -> None:
 
 def _emit(arguments: argparse.Namespace, overlay: Overlay | None, recipe: Path) -> int:
     out, text = Path(arguments.emit), recipe.read_text(encoding="utf-8")
-    words: list[str] = []
-    if overlay is not None:
-        # Nothing runs that could tell the flags: the words of the recipe itself have to do.
-        lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-        words += overlay.arguments(" ".join(lines).replace('"', " ").split(), small=arguments.small)
+    words = _emitted_words(arguments, overlay, text) if overlay is not None else []
+    if arguments.dry_run:
+        return 0
     config = _probe_file(arguments, overlay, out.resolve().parent)
     words += ["--msprobe-config", os.path.abspath(config)]
     for name in ("output", "device"):
@@ -208,6 +265,24 @@ def _emit(arguments: argparse.Namespace, overlay: Overlay | None, recipe: Path) 
     out.write_text(text, encoding="utf-8")
     print(f"msprobe: {out} runs {recipe} under the kit; compare: diff {recipe} {out}", flush=True)
     return 0
+
+
+def _emitted_words(arguments: argparse.Namespace, overlay: Overlay, text: str) -> list[str]:
+    """The overlay's words; `FLAG` before them takes --save out when the copy runs. All changes are said."""
+    # Nothing runs that could tell the flags: the words of the recipe itself have to do.
+    lines = [re.split(r"\s[|>&;]", line)[0] for line in text.splitlines() if not line.lstrip().startswith("#")]
+    given = [word for word in " ".join(lines).replace('"', " ").split() if word != "\\"]
+    refuse_hidden(given)
+    added = overlay.arguments(given, small=arguments.small)
+    cuts = overlay.cuts(arguments.small)
+    taken: list[Taken] = []
+    if cuts and not arguments.keep_save:
+        taken = without_save(given, Path.cwd())[1]
+    said = changes(overlay, given, added, taken, os.environ)
+    said += remarks(overlay, given, added, arguments.keep_save) if cuts else []
+    for sentence in said:
+        _complain(sentence)
+    return [*([FLAG] if cuts and not arguments.keep_save else []), *added]
 
 
 def _shell(recipe: Path) -> str:
@@ -249,22 +324,19 @@ def _verdict(code: int, folder: Path, recipe: Path, launcher_counts: bool) -> in
             flush=True,
         )
         return failed[0]
-    if not started and code == 0:
-        print(
-            f"msprobe: {recipe} called neither torchrun nor python -m torch.distributed.launch: nothing was recorded",
-            file=sys.stderr,
-            flush=True,
+    if not started:
+        launchers = "torchrun nor python -m torch.distributed.launch"
+        _complain(
+            f"{recipe} called neither {launchers}: nothing was recorded"
+            if code == 0
+            else f"{recipe} ended with exit code {code} and called neither {launchers}: nothing was launched"
         )
-        return 2
-    if started and code and launcher_counts:
+        return code or 2
+    if code:
         print(
             f"msprobe: the launcher ended well; {recipe} itself ended with exit code {code}, most often because `tee`"
             " has no logs/ to write to",
             flush=True,
         )
-        return 0
+        return 0 if launcher_counts else code
     return code
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

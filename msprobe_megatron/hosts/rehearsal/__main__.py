@@ -21,12 +21,12 @@ def main(argv: list[str] | None = None) -> None:
     # A module is looked for from the current directory.
     folder = Path(found[1]).resolve().parent if found is not None and not found[0] else Path.cwd()
 
-    from msprobe_megatron.backends import BackendError, cpu
-    from msprobe_megatron.rehearsal.finding import needed_by, offer
+    from msprobe_megatron.hosts.rehearsal.finding import needed_by, offer
+    from msprobe_megatron.job.devices import BackendError, megatron_on_cpu
 
     try:
         # Before the stand-ins: whether there is an accelerator is asked of the real packages.
-        cpu.install()
+        megatron_on_cpu.install()
     except BackendError as error:
         _end(str(error))
     offer(needed_by(folder))

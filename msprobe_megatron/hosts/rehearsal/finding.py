@@ -43,13 +43,7 @@ class _Last(DistributionFinder):
 
 
 def offer(names: Sequence[str]) -> None:
-    """Make the stand-ins of these names importable where nothing else of the name is.
-
-    Example::
-
-        offer(NPU)
-        import torch_npu      # the real one where it is installed
-    """
+    """Make the stand-ins of these names importable where nothing else of the name is."""
     sys.meta_path.append(_Last(names))
 
 

@@ -16,13 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from msprobe_megatron.config.errors import ConfigError
-from msprobe_megatron.launching import rehearsal_tables as tables
-from msprobe_megatron.launching.command_line import Launch, LaunchError
-from msprobe_megatron.launching.flags import Flag, flags_of, number_of
+from msprobe_megatron.config.document import ConfigError
+from msprobe_megatron.hosts.launching.command_line import Launch, LaunchError
+from msprobe_megatron.hosts.launching.flags import Flag, flags_of, number_of
+from msprobe_megatron.hosts.rehearsal import tables
 
-RUN = "msprobe_megatron.rehearsal"
+RUN = "msprobe_megatron.hosts.rehearsal"
 MOST_RANKS = 64
+# Files of devices that torch.cuda may see.
+_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 LAYERS = 2
 # In the order in which they get a share of the processes, and what the share has to divide: the experts, the heads and
 # the parts of the sequence of the small model. A pipeline takes any, with a layer for each stage. Experts come first:
@@ -35,10 +37,7 @@ _SIZES = {
 
 
 def ranks_of(text: str) -> int:
-    """Number of processes of a rehearsal; raises `ConfigError` naming what is accepted.
-
-    Example: ``ranks_of("2") == 2``.
-    """
+    """Number of processes of a rehearsal; raises `ConfigError` naming what is accepted."""
     if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
         raise ConfigError(
             f"--rehearse: {text!r} is not a number of processes; accepted: 1 to {MOST_RANKS}, or nothing for 2;"
@@ -48,11 +47,7 @@ def ranks_of(text: str) -> int:
 
 
 def read_loosely(words: Sequence[str]) -> Launch:
-    """Find the script in a launcher's words, even where a placeholder made several words of an option's value.
-
-    Example: ``["--master_addr", "your", "master", "node", "IP", "pretrain_gpt.py", "--lr", "1"]`` starts
-    ``pretrain_gpt.py``.
-    """
+    """Find the script in a launcher's words, even where a placeholder made several words of an option's value."""
     for at, word in enumerate(words):
         if word in ("-m", "--module") and at + 1 < len(words):
             return Launch(tuple(words[:at]), words[at + 1], tuple(words[at + 2 :]), is_module=True)
@@ -62,9 +57,8 @@ def read_loosely(words: Sequence[str]) -> Launch:
 
 
 def host_of(folder: Path, target: str) -> str:
-    """Which host's checkout a script lies in; a sentence where it is none, or lacks what its installation puts there.
-
-    Example: ``host_of(Path("ModelLink"), "pretrain_gpt.py") == "modellink"``.
+    """Which host's checkout a script lies in; a sentence where it is none, or lacks what its installation puts
+    there.
     """
     host = next((name for name in tables.HOSTS if (folder / name).is_dir()), None)
     if host is None:
@@ -126,10 +120,7 @@ class Layout:
 
 
 def layout_of(flags: Sequence[Flag], ranks: int, host: str) -> Layout:
-    """Keep as many of the recipe's kinds of parallelism as the processes allow, each as small as it can be.
-
-    Example: PP 4 and TP 8 become PP 2 on two processes, PP 2 and TP 2 on four.
-    """
+    """Keep as many of the recipe's kinds of parallelism as the processes allow, each as small as it can be."""
     left, sizes = ranks, {}
     for kind, whole in KINDS.items():
         given = number_of(flags, _SIZES[kind])
@@ -158,11 +149,13 @@ class Rehearsal:
 
 
 def rehearse(launch: Launch, added: Sequence[str], ranks: int, host: str, folder: Path) -> Rehearsal:
-    """The same script, with `added` at the end of its arguments, on `ranks` processes of this machine.
-
-    Example: ``--nproc_per_node 8 pretrain_gpt.py --num-layers 32 --data-path your data path`` becomes
-    ``--standalone … --nproc-per-node 2 … pretrain_gpt.py --num-layers 2 --mock-data …``.
-    """
+    """The same script, with `added` at the end of its arguments, on `ranks` processes of this machine."""
+    refused = tables.REFUSED.get(launch.script)
+    if refused is not None:
+        raise ConfigError(
+            f"--rehearse: {launch.script}: {refused}; accepted: a recipe that starts pretrain_gpt.py, such as the one"
+            " for pre-training or tuning of the same model"
+        )
     flags = flags_of([*launch.arguments, *added])
     layout = layout_of(flags, ranks, host)
     changed = _changed(flags, layout, host, folder)
@@ -191,6 +184,9 @@ def _changed(flags: Sequence[Flag], layout: Layout, host: str, folder: Path) -> 
         if any(flag.name == name for flag in flags):
             given = number_of(flags, name)
             changed[name] = str(most if given is None else min(given, most))
+    if Flag("moe-router-load-balancing-type", ("group_limited_greedy",)) in flags:
+        # ModelLink's own router cannot evaluate, it logs a loss that it has not computed: end before that.
+        changed["exit-interval"] = tables.ALWAYS["train-iters"]
     if any(flag.name == "fp16" for flag in flags):
         changed["initial-loss-scale"] = str(tables.LOSS_SCALE)
     for kind, size in layout.sizes.items():
@@ -264,12 +260,36 @@ def accelerator(devices: Path = Path("/dev")) -> str | None:
     """
     if _installed("torch_npu"):
         return f"torch_npu is installed in {sys.executable}"
-    if any(found for pattern in ("nvidia[0-9]*", "kfd", "dxg") for found in devices.glob(pattern)):
+    if any(found for pattern in _DEVICES for found in devices.glob(pattern)):
         import torch
 
         if torch.cuda.is_available():
             return f"torch in {sys.executable} can use {torch.cuda.get_device_name(0)}"
     return None
+
+
+def require_accelerator(launch: Launch, added: Sequence[str], folder: Path, devices: Path = Path("/dev")) -> None:
+    """Raise `ConfigError` where a host's script is to train for real on a machine that certainly cannot.
+
+    Certain is: no device file of an accelerator, no torch_npu, nothing that torch can use, and none named by --device.
+    """
+    host = next((name for name in tables.HOSTS if (folder / name).is_dir()), None)
+    named = any(word.partition("=")[0] == "--msprobe-device" for word in (*launch.arguments, *added))
+    if host is None or named or launch.is_module or not Path(launch.target).is_file() or _installed("torch_npu"):
+        return
+    if any(found for pattern in (*_DEVICES, "davinci[0-9]*") for found in devices.glob(pattern)):
+        return
+    if _installed("torch"):
+        import torch
+
+        # Backends of other vendors register themselves when torch is imported.
+        other = getattr(torch, "accelerator", None)
+        if torch.cuda.is_available() or (other is not None and other.is_available()):
+            return
+    raise ConfigError(
+        f"no NPU and no GPU was found on this machine, and {tables.HOSTS[host]}'s {launch.script} needs one; accepted:"
+        " launch --rehearse, which trains the recipe small on the CPU, or --device NAME if there is one"
+    )
 
 
 def environment() -> dict[str, str]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msprobe_megatron.config.save_flags import GONE
+
 # The checkouts that are known: folder beside the script -> what the host is called.
 HOSTS = {"modellink": "ModelLink", "mindspeed_llm": "MindSpeed-LLM", "megatron": "Megatron-LM"}
 ASCEND = ("modellink", "mindspeed_llm")
@@ -47,19 +49,28 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     FILES: (
         *("data-path", "train-data-path", "valid-data-path", "test-data-path", "data-cache-path", "data-args-path"),
         *("per-split-data-args-path", "tokenizer-model", "tokenizer-name-or-path", "tokenizer-kwargs", "vocab-file"),
-        *("merge-file", "tokenizer-not-use-fast", "tokenizer-padding-side", "tiktoken-pattern", "load", "save"),
+        *("merge-file", "tokenizer-not-use-fast", "tokenizer-padding-side", "tiktoken-pattern", "load"),
         *("save-interval", "pretrained-checkpoint", "exit-on-missing-checkpoint", "finetune", "ckpt-format"),
         *("tensorboard-dir", "wandb-*", "enable-hf2mg-convert", "model-type-hf", "handler-name", "profile*"),
-        "no-shared-storage",
+        *("no-shared-storage", "moe-use-upcycling"),
+        *(name for name in GONE if not name.startswith("exit-")),
     ),
     "schedule of the long job": (
         *("train-samples", "lr-decay-iters", "lr-decay-samples", "lr-warmup-iters", "lr-warmup-samples"),
         *("lr-warmup-fraction", "lr-wsd-*", "rampup-batch-size", "exit-duration-in-mins"),
+        "exit-signal-handler",
+    ),
+    # Their samples want a tokenizer with words; what is trained, and how, is left as it is.
+    "tuning data, for which mock data of pre-training is taken": (
+        *("is-instruction-dataset", "prompt-type*", "variable-seq-lengths", "pad-to-multiple-of", "neat-pack"),
+        *("no-pad-to-seq-lengths", "reset-position-ids", "reset-attention-mask", "cutoff-len", "overwrite-cache"),
+        *("padded-samples", "add-eos-token", "history-turns", "use-fused-cross-entropy-loss"),
     ),
     "parts of a layout that does not fit": (
         *("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank", "num-layer-list"),
         *("noop-layers", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "schedules-method"),
         *("pipeline-model-parallel-layout", "standalone-embedding-stage", "moe-tp-extend-ep", "tp-2d", "tp-x", "tp-y"),
+        "output-layer-slice-num",
     ),
     "operators that nothing stands in for": (
         *("use-mc2", "use-ascend-mc2", "use-ascend-coc", "coc-*", "moe-bmm-mc2", "moe-alltoall-mc2"),
@@ -68,6 +79,14 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         *("reuse-fp32-param", "swap-*", "smart-swap", "mla-fa-without-pad", "mla-mm-split", "use-triton-gdn"),
         *("use-torch-fsdp2", "fsdp2-config-path", "recompute-in-advance", "recompute-in-bubble"),
     ),
+}
+# Scripts that a rehearsal refuses, and why.
+REFUSED: Mapping[str, str] = {
+    "trainer.py": "it trains on pairs or instructions, for which there is no mock data",
+    "posttrain_gpt.py": "it trains on pairs or instructions, for which there is no mock data",
+    "rlhf_gpt.py": "it generates with a real model and its tokenizer",
+    "pretrain_mamba.py": "nothing stands in for the kernels of its layers",
+    "train_fsdp2.py": "it trains without Megatron",
 }
 # The same, in one host.
 LEFT_OUT_IN: Mapping[str, tuple[str, ...]] = {

@@ -1,29 +1,26 @@
-"""The few lines that differ by device. `select` names the device of this process for `measure` and `record`;
-`backends.cpu` makes Megatron itself run where there is no accelerator.
+"""Device backends: the few lines that differ by device. `megatron_on_cpu` makes Megatron itself run on CPU.
 
-    from msprobe_megatron import backends
-    backend = backends.select()            # npu, else cuda, else cpu
-    block = backend.to_host(slots).wait()  # wait() belongs to the writer thread
+`select()` returns the backend of this process: npu, else cuda, else cpu. Only the writer thread may wait for what
+`backend.to_host(tensor)` returns.
 """
 
 from __future__ import annotations
 
-from . import cpu, cuda, npu
-from .base import Backend, BackendError, HostCopy
-from .host import HostBackend
+from msprobe_megatron.job.devices import cuda, megatron_on_cpu, npu
+from msprobe_megatron.job.devices.base import Backend, BackendError, HostBackend, HostCopy
 
-__all__ = ["Backend", "BackendError", "HostCopy", "accelerator_name", "cpu", "select"]
+__all__ = ["Backend", "BackendError", "HostCopy", "accelerator_name", "megatron_on_cpu", "select"]
 
 NAMES = ("auto", "cpu", "cuda", "npu")
 
 
 def accelerator_name() -> str | None:
-    """Name the accelerator this process can use: "npu", "cuda" or None.
+    """The accelerator that this process can use: "npu", "cuda" or None.
 
     Where the CPU emulation is installed the answer is None by construction: it refuses to install beside an
-    accelerator, and afterwards `torch.cuda` can no longer be trusted to tell.
+    accelerator, and afterwards `torch.cuda` no longer says what is there.
     """
-    if cpu.installed():
+    if megatron_on_cpu.installed():
         return None
     # NPU first: transfer_to_npu makes torch.cuda claim that CUDA is available.
     if npu.usable():
@@ -32,7 +29,7 @@ def accelerator_name() -> str | None:
 
 
 def select(name: str = "auto") -> Backend:
-    """Return the backend called `name`, or the best one there is.
+    """Return the backend `name`; for "auto", that of the accelerator or else of the CPU.
 
     Example:
         >>> select("cpu").name
@@ -45,8 +42,13 @@ def select(name: str = "auto") -> Backend:
         return HostBackend()
     found = accelerator_name()
     if name not in ("auto", found):
-        there = f"this process can use {found}" if found else "this process has no accelerator"
+        there = f"this process can use {found}" if found else _no_accelerator()
         raise BackendError(f"backend: {name!r} is not usable here: {there}; accepted: auto, {found or 'cpu'}")
     if found is None:
         return HostBackend()
     return npu.backend() if found == "npu" else cuda.backend()
+
+
+def _no_accelerator() -> str:
+    why = None if megatron_on_cpu.installed() else npu.why_not()
+    return f"this process has no accelerator ({why})" if why else "this process has no accelerator"

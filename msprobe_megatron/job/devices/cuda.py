@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .accelerator import AcceleratorBackend
+from msprobe_megatron.job.devices.base import AcceleratorBackend
 
 
 def usable() -> bool:

@@ -8,20 +8,28 @@ import sys
 
 import torch
 
-from .accelerator import AcceleratorBackend
+from msprobe_megatron.job.devices.base import AcceleratorBackend
 
 
 def usable() -> bool:
     """Tell whether torch_npu is installed, can be imported (it needs CANN) and sees a device."""
+    return why_not() == ""
+
+
+def why_not() -> str | None:
+    """Why a torch_npu that is installed cannot be used; empty if it can, None where it is not installed."""
     if "torch_npu" not in sys.modules:
         if importlib.util.find_spec("torch_npu") is None:
-            return False
+            return None
         try:
             importlib.import_module("torch_npu")
-        except (ImportError, OSError, RuntimeError):  # installed, but no CANN libraries on this machine
-            return False
+        except Exception as error:  # noqa: BLE001  without CANN or a driver it fails in many ways
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            return f"torch_npu cannot be imported: {first[:200]}"
     module = getattr(torch, "npu", None)
-    return module is not None and bool(module.is_available())
+    if module is None or not module.is_available():
+        return "torch_npu sees no device"
+    return ""
 
 
 def backend() -> AcceleratorBackend:

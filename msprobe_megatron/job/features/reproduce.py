@@ -1,8 +1,8 @@
-"""The `reproduce` section: two jobs that start alike, whatever their layouts. Changes training, by definition.
+"""Section `reproduce`: two jobs start from the same state, whatever their layouts. Changes training, by definition.
 
-Done once, at attach, on every rank and before the first step: seeds, deterministic kernels, dropout off, weights that
-follow from their names and places alone. What a kit cannot do from here (the order of data of a loader that is not
-Megatron-LM's, settings that libraries read when they start) is said, not skipped in silence.
+Applied once, at attach, on every rank before the first step: seeds, deterministic kernels, no dropout, weights that
+depend on their names and positions only. What cannot be done from here (the data order of a loader that is not
+Megatron-LM's, settings that libraries read when they start) is reported, not skipped silently.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from msprobe_megatron.config import ConfigError, ReproduceConfig
-from msprobe_megatron.measure.hashed import bell, numbered_pieces, words
-from msprobe_megatron.topology import names, seeds
+from msprobe_megatron.job.measure.hashed import bell, numbered_pieces, words
+from msprobe_megatron.topology import names
 from msprobe_megatron.topology.coordinates import Coordinates
+from msprobe_megatron.topology.host import seeds
 from msprobe_megatron.topology.index_map import index_map
 from msprobe_megatron.topology.names import NamedParameter
-from msprobe_megatron.topology.parameters import parameter_spec
+from msprobe_megatron.topology.shards_of.parameters import parameter_spec
 
 # Output layers of a residual block, which Megatron scales down by the depth.
 _OUTPUTS = ("linear_proj.weight", "linear_fc2.weight", "dense.weight", "dense_4h_to_h.weight")
@@ -33,31 +34,26 @@ _NOISE = b"noise"
 
 
 def reproduce(
-    chunks: Sequence[nn.Module], optimizer: Any, asked: ReproduceConfig, where: Coordinates, source: str
+    chunks: Sequence[nn.Module], optimizer: Any, config: ReproduceConfig, where: Coordinates, source: str
 ) -> list[str]:
-    """Do what the section asks; the answer says what was done and what could not be, one line each.
-
-    Example::
-
-        reproduce(chunks, optimizer, ReproduceConfig(weights="by_name"), coordinates.current(), "probe.yaml")
-    """
-    told = []
-    if asked.seed is not None:
-        told.append(_seed(asked.seed, where))
-    if asked.deterministic != "false":
-        told += _deterministic(asked.deterministic)
-    if not asked.dropout:
-        told.append(f"dropout off in {_no_dropout(chunks)} places")
+    """Apply the section; returns what was done and what could not be done, one line each."""
+    done = []
+    if config.seed is not None:
+        done.append(_seed(config.seed, where))
+    if config.deterministic != "false":
+        done += _deterministic(config.deterministic)
+    if not config.dropout:
+        done.append(f"dropout set to zero in {_no_dropout(chunks)} places")
     entries = [entry for chunk in chunks for entry in names.parameters(chunk)]
-    if asked.weights == "by_name":
-        told.append(_fill(entries, asked, where, source))
-    if asked.noise_run:
+    if config.weights == "by_name":
+        done.append(_fill(entries, config, where, source))
+    if config.noise_run:
         for entry in entries:
-            _perturb(entry, asked, where, source)
-        told.append("every weight moved by one unit in its last place: a run to give to compare --noise")
-    if (asked.weights == "by_name" or asked.noise_run) and hasattr(optimizer, "reload_model_params"):
+            _perturb(entry, config, where, source)
+        done.append("every weight changed by one unit in the last place; use this run with compare --noise")
+    if (config.weights == "by_name" or config.noise_run) and hasattr(optimizer, "reload_model_params"):
         optimizer.reload_model_params()  # the optimizer has its own copy of them
-    return told
+    return done
 
 
 def _seed(seed: int, where: Coordinates) -> str:
@@ -69,26 +65,26 @@ def _seed(seed: int, where: Coordinates) -> str:
         found = getattr(torch, device, None)
         if found is not None and found.is_available():
             found.manual_seed_all(own)
-    tracker = "Megatron's generators" if seeds.seed_tracker(seed, where) else "no generators of Megatron"
+    tracker = "Megatron's generators" if seeds.seed_tracker(seed, where) else "no Megatron generators found"
     data = (
         "the order of Megatron-LM's data"
         if seeds.seed_data(seed)
-        else "the order of data is left to the loader: give both jobs the same"
+        else "the data order is up to the loader: use the same in both jobs"
     )
     return f"seed {seed}: Python, NumPy, torch, {tracker}; {data}"
 
 
-def _deterministic(word: str) -> list[str]:
-    torch.use_deterministic_algorithms(True, warn_only=word == "warn")
+def _deterministic(mode: str) -> list[str]:
+    torch.use_deterministic_algorithms(True, warn_only=mode == "warn")
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    told = ["deterministic kernels" + (", a warning where there is none" if word == "warn" else "")]
+    done = ["deterministic kernels" + (", a warning where there is none" if mode == "warn" else "")]
     if torch.cuda.is_available() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        told.append("CUBLAS_WORKSPACE_CONFIG is not set and is read before this point: set it to :4096:8 for the job")
-    return told
+        done.append("CUBLAS_WORKSPACE_CONFIG is not set and is read before this point: set it to :4096:8 for the job")
+    return done
 
 
 def _no_dropout(chunks: Sequence[nn.Module]) -> int:
-    """Set every probability of dropout to zero, in modules and in what they keep of their settings."""
+    """Set every dropout probability to zero, in modules and in the configurations that they hold."""
     changed = 0
     for chunk in chunks:
         for module in chunk.modules():
@@ -103,26 +99,26 @@ def _no_dropout(chunks: Sequence[nn.Module]) -> int:
     return changed
 
 
-def _fill(entries: Sequence[NamedParameter], asked: ReproduceConfig, where: Coordinates, source: str) -> str:
-    """Weights from their names and places; those that hold one number everywhere (norms, biases) keep it."""
+def _fill(entries: Sequence[NamedParameter], config: ReproduceConfig, where: Coordinates, source: str) -> str:
+    """Set weights by name and position; constant ones (norms, biases) are kept."""
     kept = 0
     for entry in entries:
         weight = entry.parameter.detach()
         if not weight.numel() or bool((weight == weight.reshape(-1)[0]).all()):
             kept += 1
             continue
-        deviation, key = _deviation(entry), _key(entry.name, asked.seed or 0)
+        deviation, key = _deviation(entry), _key(entry.name, config.seed or 0)
         with torch.no_grad():
             for part, index in numbered_pieces(weight, _numbering(entry, where, source)):
                 part.copy_(bell(words(index, key)) * deviation)
-    return f"{len(entries) - kept} weights by name and place, {kept} that were constant as they were"
+    return f"{len(entries) - kept} weights set by name and position, {kept} constant ones kept"
 
 
-def _perturb(entry: NamedParameter, asked: ReproduceConfig, where: Coordinates, source: str) -> None:
+def _perturb(entry: NamedParameter, config: ReproduceConfig, where: Coordinates, source: str) -> None:
     weight = entry.parameter.detach()
     if not weight.is_floating_point():
         return
-    key, eps = _key(entry.name, asked.seed or 0, _NOISE), torch.finfo(weight.dtype).eps
+    key, eps = _key(entry.name, config.seed or 0, _NOISE), torch.finfo(weight.dtype).eps
     with torch.no_grad():
         for part, index in numbered_pieces(weight, _numbering(entry, where, source)):
             up = (words(index, key) & 1).to(torch.float64) * 2 - 1

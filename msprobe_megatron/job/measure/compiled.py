@@ -1,7 +1,7 @@
-"""Tensors of host memory through the compiled kernel: all figures of a slot in one call.
+"""Tensors in host memory through the compiled kernel: all statistics of a slot in one call.
 
-The fast path of ``stats`` and ``digest``, for what the kernel can read; it says no to everything else, and the caller
-takes the torch path. Looks at a tensor by its address: no operation of torch, no change of its version counter.
+The fast path of ``stats`` and ``digest``. It rejects what the kernel cannot read, and the caller falls back to torch.
+A tensor is read through its address: no torch operation, no change of its version counter.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from msprobe_megatron.measure.flatten import is_dense
-from msprobe_megatron.measure.plans import STATISTICS_ONLY, Numbering, Plan, make_plan
-from msprobe_megatron.native import Kernel, library
+from msprobe_megatron.job.measure.flatten import is_dense
+from msprobe_megatron.job.measure.native import Kernel, library
+from msprobe_megatron.job.measure.plans import STATISTICS_ONLY, Plan, in_memory_order, make_plan
+from msprobe_megatron.run_directory.digest import Numbering
 
 _PLANS_KEPT = 4096
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -39,14 +40,7 @@ _BYTES = (
 
 
 class Compiled:
-    """Measures tensors into slots given by their address: 5 doubles, 4 counts, then digest and sketch if asked.
-
-    Example::
-
-        compiled = Compiled(native.load(), digest=True)
-        slot = torch.zeros(10, dtype=torch.int64)
-        compiled(torch.ones(3), slot.data_ptr())     # True
-    """
+    """Measures tensors into slots given by their address: 5 doubles, 4 counts, then digest and sketch if requested."""
 
     def __init__(self, kernel: Kernel, *, digest: bool = False, sketch: int = 0) -> None:
         self._stats, self._measure = kernel.stats, kernel.measure
@@ -63,12 +57,7 @@ class Compiled:
             self.codes[getattr(torch, name)] = (library.BYTE, table.buffer_info()[0])
 
     def readable(self, x: torch.Tensor) -> tuple[int, int] | None:
-        """Code of the dtype and address of its table of values; None when this is no tensor for the kernel.
-
-        Example::
-
-            compiled.readable(torch.ones(3))     # (0, 0)
-        """
+        """Code of the dtype and address of its table of values; None when this is no tensor for the kernel."""
         found = self.codes.get(x.dtype)
         if found is None or type(x) not in _PLAIN_TYPES or not x.is_cpu or x.layout is not _strided:
             return None
@@ -95,15 +84,10 @@ class Compiled:
         return True
 
     def plan(self, x: torch.Tensor, numbering: Numbering | None) -> Plan:
-        """How the kernel walks through tensors like ``x``, which is `readable`, and numbers their elements.
-
-        Example::
-
-            compiled.plan(x, numbering).address
-        """
+        """How the kernel walks through tensors like ``x``, which is `readable`, and numbers their elements."""
         found = self._plan(x, self.codes[x.dtype], numbering)
         if found is None:
-            raise ValueError("elements are numbered where a digest or a sketch is asked for")
+            raise ValueError("elements are numbered where a digest or a sketch is requested")
         return found
 
     def _plan(self, x: torch.Tensor, coded: tuple[int, int], numbering: Numbering | None) -> Plan | None:
@@ -119,8 +103,7 @@ class Compiled:
             code, values, shape, strides, _ = key
             if not self.numbered:  # in the order of the memory, as `msprobe_strided` reads it
                 numbering = None
-                order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
-                shape, strides = [shape[dim] for dim in order], [strides[dim] for dim in order]
+                shape, strides = in_memory_order(shape, strides)
             plan = make_plan(code, values, shape, strides, numbering, self._cells)
             plan = plan._replace(held=(*plan.held, numbering))  # its identity is part of the key
         self._plans[key] = plan

@@ -1,7 +1,7 @@
 """Rows of a live result against the exact ones: the largest error, over what an operator may be off.
 
 An element is measured against itself or its row, whichever is larger. In host memory the compiled kernel does it in one
-call; elsewhere torch does, and the figures stay on the device.
+call; elsewhere torch does, and the results stay on the device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from msprobe_megatron.native import library
+from msprobe_megatron.job.measure.native import library
 
 NAMES = ("elements", "nan_apart", "inf_apart", "over", "ulp", "kappa", "where")
 _CODES = {
@@ -40,14 +40,10 @@ def compare(
     out: torch.Tensor,
     scrambled: torch.Tensor | None = None,
 ) -> None:
-    """Put the figures into the seven places of ``out``; all but ``live`` are of 64 bits and of its shape.
+    """Write the results into the seven places of ``out``; all but ``live`` are of 64 bits and of its shape.
 
     ``kappa`` is the size of the answer over that of the result, not yet over that of the nudge. With ``scrambled`` an
     element is measured against all rows, and against its row of this.
-
-    Example::
-
-        compare(y, exact, nudged, Limits(1.0, 4.0, 0.0), out)
     """
     kernel, code = library.kernel(), _CODES.get(live.dtype)
     if kernel is not None and code is not None and live.is_cpu and out.is_cpu and out.dtype is torch.float64:
@@ -82,29 +78,34 @@ def _with_torch(
 ) -> torch.Tensor:
     info = torch.finfo(live.dtype)
     x, y = live.double(), exact
+    x_size, y_size, x_nan, y_nan = x.abs(), y.abs(), x.isnan(), y.isnan()
     # What does not fit the dtype of the live result is Inf in every honest one.
-    finite = torch.isfinite(x) & (y.abs() <= info.max)
-    nan_apart = (x.isnan() != y.isnan()).sum()
-    inf_apart = (torch.isinf(x) & (y.abs() < info.max / 2)).sum()
-    error = torch.where(finite, (x - y).abs(), 0.0)
-    size = torch.where(y.abs() <= info.max, y.abs(), 0.0)
+    fits = y_size <= info.max
+    infinite = x_size == torch.inf
+    finite = fits & (x_size < torch.inf)
+    odd = torch.stack((x_nan != y_nan, infinite & (y_size < info.max / 2)))
+    nan_apart, inf_apart = odd.view(2, -1).sum(1, dtype=torch.float64).unbind(0)
+    error = torch.where(finite, (x - y).abs_(), 0.0)
+    size = torch.where(fits, y_size, 0.0)
+    squares = size.square()
     keep = size.dim() > 0
-    row = size.square().mean(dim=-1, keepdim=True).sqrt() if keep and scrambled is None else size.square().mean().sqrt()
+    row = squares.mean(dim=-1, keepdim=True).sqrt_() if keep and scrambled is None else squares.mean().sqrt_()
     if scrambled is not None:
         other = torch.nan_to_num(scrambled)
         row = torch.maximum(row, other.square().mean(dim=-1, keepdim=True).sqrt() if keep else other.abs())
-    moved = torch.where(torch.isfinite(answer), answer, 0.0)
-    response = moved.square().mean(dim=-1, keepdim=True).sqrt() if keep else moved.abs()
+    moved = torch.where(answer.abs() < torch.inf, answer, 0.0)
+    moved_squares = moved.square()
+    response = moved_squares.mean(dim=-1, keepdim=True).sqrt_() if keep else moved.abs()
     largest = torch.maximum(size, row)
     unit = info.eps * largest + info.smallest_normal * info.eps
     allowed = limits.ulps * unit + limits.working * response + limits.summed * largest + _TINY
     worst = (error / allowed).reshape(-1).max(dim=0)
-    kappa = (moved.square().sum() / (size.square().sum() + _TINY)).sqrt()
+    kappa = (moved_squares.sum() / (squares.sum() + _TINY)).sqrt()
     return torch.stack(
         [
             torch.full_like(kappa, live.numel()),
-            nan_apart.double(),
-            inf_apart.double(),
+            nan_apart,
+            inf_apart,
             worst.values,
             (error / unit).max(),
             kappa,

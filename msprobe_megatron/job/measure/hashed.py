@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from msprobe_megatron.measure.plans import Numbering
+from msprobe_megatron.run_directory.digest import Numbering
 
 PIECE = 1 << 20
 """Elements in work at once."""
@@ -27,12 +27,7 @@ _STEP, _FIRST, _SECOND = (_signed(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE
 
 
 def words(index: torch.Tensor, key: int) -> torch.Tensor:
-    """One 64-bit word an element, from its number and a key.
-
-    Example::
-
-        words(torch.arange(4), key=7)
-    """
+    """One 64-bit word an element, from its number and a key."""
     z = (index + 1) * _STEP + _signed(key & _WORD)
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _FIRST
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _SECOND
@@ -44,7 +39,8 @@ def bell(word: torch.Tensor) -> torch.Tensor:
 
     Example::
 
-        bell(words(torch.arange(1000), key=7)).std()        # 1.0
+        >>> bell(words(torch.arange(1000), key=7)).std()
+        tensor(0.9571)
     """
     total = torch.full_like(word, -2 * 0xFFFF)
     for shift in (0, 16, 32, 48):
@@ -53,13 +49,7 @@ def bell(word: torch.Tensor) -> torch.Tensor:
 
 
 def numbered_pieces(x: torch.Tensor, numbering: Numbering) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of ``x`` with the numbers that their elements have in the whole tensor.
-
-    Example::
-
-        for part, index in numbered_pieces(weight, numbering):
-            part.copy_(bell(words(index, key)))
-    """
+    """Views of ``x`` with the numbers that their elements have in the whole tensor."""
     if x.dim() == 0:
         yield x, torch.zeros((), dtype=torch.int64)
         return

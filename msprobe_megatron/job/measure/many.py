@@ -1,8 +1,9 @@
 """Many tensors in one call: the segments of a gradient buffer, the moments of all parameters.
 
-What a probe reads anew in every step from the same places in memory. Host memory goes through the compiled kernel by
-one table of addresses, that of other devices through `segments`; tables are made once and checked at every use. What
-neither can read goes tensor by tensor.
+What a probe reads again in every step from the same places in memory. Host memory goes through the compiled kernel by
+one table of addresses; that of a device through ``msprobe::measure_into_slots``, a launch a dtype, or where that has no
+implementation through `segments`. Tables are made once and checked at every use. What none of them can read goes tensor
+by tensor.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from collections.abc import Sequence
 
 import torch
 
-from msprobe_megatron.measure.measurer import Measurer
-from msprobe_megatron.measure.segments import DTYPES, Segments
-from msprobe_megatron.measure.stats import readable
+from msprobe_megatron.job.measure.measurer import Measurer
+from msprobe_megatron.job.measure.operator import measure_into_slots
+from msprobe_megatron.job.measure.segments import DTYPES, Segments
+from msprobe_megatron.job.measure.stats import readable
 
-_WORDS = 5  # of a line of the table: address, elements, code, values, where the figures go
+_WORDS = 5  # of a line of the table: address, elements, code, values, where the results go
 
 
 def reads_together(measurer: Measurer) -> bool:
-    """Whether memory is not the host's: there every operation is a launch, and few large ones are what is wanted."""
+    """Whether few large operations are better than many small ones: each is a launch where memory is not the host's."""
     return measurer.compiled is None and not measurer.on_host
 
 
@@ -28,11 +30,6 @@ class Many:
     """Measures tensors together, each into its slot; remembers where they were.
 
     Sums of float tensors are taken in float32 over 512 elements and in float64 beyond.
-
-    Example::
-
-        many = Many(measurer)
-        many([bucket[:10], bucket[10:30]], slots=[0, 1])
     """
 
     def __init__(self, measurer: Measurer) -> None:
@@ -70,11 +67,18 @@ class Many:
             self._together = [i for i, x in enumerate(tensors) if good[i] and x.device == device]
             mine = set(self._together)
             self._rest = [i for i in range(len(tensors)) if i not in mine]
-            some = [tensors[i].detach() for i in self._together]
-            self._segments = Segments(some, self._measurer.wide) if some else None
-        if self._segments is not None:
-            floats, counts = self._segments([tensors[i].detach() for i in self._together])
-            self._measurer.write([slots[i] for i in self._together], floats, counts)
+            self._segments = None
+            if self._together and not self._measurer.together:
+                self._segments = Segments([tensors[i].detach() for i in self._together], self._measurer.float_dtype)
+        if not self._together:
+            return
+        some, mine_slots = [tensors[i].detach() for i in self._together], [slots[i] for i in self._together]
+        if self._segments is None:
+            rows = [self._measurer.rows[slot] for slot in mine_slots]
+            measure_into_slots(some, rows, self._measurer.float_dtype is torch.float64)
+        else:
+            floats, counts = self._segments(some)
+            self._measurer.write(mine_slots, floats, counts)
 
     def _make_table(self, tensors: Sequence[torch.Tensor], known: tuple[list[tuple[int, int]], list[int]]) -> None:
         compiled, addresses = self._measurer.compiled, self._measurer.addresses

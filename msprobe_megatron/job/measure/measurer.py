@@ -1,84 +1,79 @@
-"""All figures of a tensor into a slot, by the fastest way that can read it.
+"""All measurements of a tensor into a slot: what probes call.
 
-What probes call: host memory goes through the compiled kernel where there is one, everything else through torch.
-Both ways give the same figures; sums may differ in their last bits, digests never.
+A table in host memory is filled by the compiled kernel, called directly; every other table by the operator
+``msprobe::measure_into_slot``, which has an implementation per device. All give the same extremes, counts and digests;
+sums may differ in their last bits.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
-from msprobe_megatron import native
-from msprobe_megatron.measure.compiled import Compiled
-from msprobe_megatron.measure.numbered import numbered_into
-from msprobe_megatron.measure.plans import Numbering
-from msprobe_megatron.measure.stats import measure_into, readable
+from msprobe_megatron.job.measure import native
+from msprobe_megatron.job.measure.compiled import Compiled
+from msprobe_megatron.job.measure.operator import DIGEST, STATISTICS, measure_into_slot, number_of, prepare
+from msprobe_megatron.job.measure.stats import readable
+from msprobe_megatron.run_directory.digest import Numbering
 
 
 class Slots(Protocol):
-    """Where figures go: `record.slots.SlotTable`, as far as it matters here."""
+    """Where results go: the part of `record.slots.SlotTable` that is used here."""
 
     addresses: list[int]
+    rows: list[torch.Tensor]
+    device: torch.device
     on_host: bool
     float_dtype: torch.dtype
 
-    def floats(self, slot: int) -> torch.Tensor:
-        """View of the five floats of a slot."""
+    def host_row(self, slot: int) -> torch.Tensor:
+        """Words in host memory that are read in place of those of a slot on a device."""
 
-    def counts(self, slot: int) -> torch.Tensor:
-        """View of the four counts of a slot."""
-
-    def numbered(self, slot: int) -> torch.Tensor:
-        """View of the words of digest and sketch of a slot."""
+    def finish_by(self, finish: Callable[[Any], None]) -> None:
+        """Complete rows by this once they are on the host."""
 
     def spans(self, slots: list[int]) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Views of floats and counts of slots that lie one after the other."""
 
 
 class Measurer:
-    """Fills the slots of a table.
-
-    Example::
-
-        measurer = Measurer(table)
-        slot = table.take()
-        measurer(x, slot)          # False: x cannot be measured
-    """
+    """Fills the slots of a table."""
 
     def __init__(self, slots: Slots, *, digest: bool = False, sketch: int = 0) -> None:
-        self._slots, self.addresses = slots, slots.addresses
-        self._numbered, self._cells = digest or sketch > 0, sketch
+        self._slots, self.addresses, self.rows = slots, slots.addresses, slots.rows
+        self.cells = sketch or (DIGEST if digest else STATISTICS)
+        """What is measured besides statistics, as `measure_into_slot` takes it."""
         kernel = native.kernel()
         self.compiled: Compiled | None = None
         if kernel is not None and slots.on_host:
             self.compiled = Compiled(kernel, digest=digest, sketch=sketch)
-        self.on_host, self.wide = slots.on_host, slots.float_dtype
-        self.kernel = f"torch: {native.why_not()}" if kernel is None else kernel.level
-        """By what host memory is read: the level of the kernel, or torch and why."""
+        self.on_host, self.float_dtype = slots.on_host, slots.float_dtype
+        self.wide = slots.float_dtype is torch.float64
+        self.device = slots.device
+        self._on_device = slots.device.type != "cpu"
+        implementation = prepare(slots.device, wide=self.wide)
+        self.together = self._on_device and implementation.together
+        """Whether `measure_into_slots` measures several tensors of the device in one launch."""
+        self.kernel = implementation.name if self._on_device or kernel is None else kernel.level
+        """By what tensors are read: the level of the compiled kernel, ``triton``, or torch and why."""
+        if implementation.finish is not None:
+            slots.finish_by(implementation.finish)
 
     def __call__(self, x: torch.Tensor, slot: int, numbering: Numbering | None = None) -> bool:
         """Measure ``x`` into ``slot``; False, with the slot untouched, when ``x`` is not measurable."""
         if self.compiled is not None and self.compiled(x, self.addresses[slot], numbering):
             return True
-        floats = self._slots.floats(slot)
-        if not measure_into(x, floats, self._slots.counts(slot)):
+        found = readable(x)
+        if found is None:
             return False
-        found = readable(x) if self._numbered else None
-        if found is not None:
-            words = self._slots.numbered(slot)
-            cells = words[1:].view(floats.dtype)[: self._cells]
-            numbered_into(found.data, numbering, words[:1], cells)
+        row = self._slots.host_row(slot) if found.is_cpu and self._on_device else self.rows[slot]
+        measure_into_slot(found.data, row, self.wide, self.cells, number_of(numbering))
         return True
 
     def write(self, slots: list[int], floats: torch.Tensor, counts: torch.Tensor) -> None:
-        """Put figures that were worked out together, a line each, into their slots.
-
-        Example::
-
-            measurer.write([3, 4], floats, counts)      # (2, 5) and (2, 4)
-        """
+        """Put statistics that were computed together, a line each, into their slots."""
         for lines, into_floats, into_counts in self._slots.spans(slots):
             into_floats.copy_(floats[lines])
             into_counts.copy_(counts[lines])

@@ -27,7 +27,8 @@ def spread(count: int, most: int) -> list[int]:
 
     Example::
 
-        spread(9, 3)     # [0, 4, 8]
+        >>> spread(9, 3)
+        [0, 4, 8]
     """
     if count <= most:
         return list(range(count))
@@ -50,14 +51,11 @@ def attention_sample(
 
     ``mask`` is true where attention is not allowed and broadcasts to (rows, columns) of a head; ``causal`` forbids what
     comes later. Fewer heads of keys than of queries are shared by equally many of them.
-
-    Example::
-
-        attention_sample(q, k, scale=0.125, causal=True).entropy.mean()
     """
     some_heads, some_rows = spread(query.shape[2], heads), spread(query.shape[0], rows)
     shared = query.shape[2] // key.shape[2]
-    chosen = torch.stack([query[row, 0] for row in some_rows])[:, some_heads].float()  # (rows, heads, width)
+    some = torch.stack([query[row, 0] for row in some_rows])
+    chosen = torch.stack([some[:, head] for head in some_heads], 1).float()  # (rows, heads, width)
     keys = torch.stack([key[:, 0, head // shared] for head in some_heads]).float()  # (heads, columns, width)
     logits = torch.bmm(chosen.transpose(0, 1), keys.transpose(1, 2)) * scale
     forbidden = None
@@ -82,7 +80,8 @@ def expert_load(routing: torch.Tensor, experts: int) -> torch.Tensor:
 
     Example::
 
-        expert_load(torch.tensor([[True, False], [True, True]]), 2)     # [2., 1.]
+        >>> expert_load(torch.tensor([[True, False], [True, True]]), 2)
+        tensor([2., 1.])
     """
     if routing.dtype is torch.bool or (routing.is_floating_point() and routing.shape[-1] == experts):
         return (routing != 0).reshape(-1, experts).sum(0).float()
@@ -91,12 +90,7 @@ def expert_load(routing: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 def router_entropy(hidden: torch.Tensor, weight: torch.Tensor, rows: int = 256) -> torch.Tensor:
-    """Entropy (in nats) of the choice among experts, for some of the tokens.
-
-    Example::
-
-        router_entropy(hidden, router.weight).mean()
-    """
+    """Entropy (in nats) of the choice among experts, for some of the tokens."""
     tokens = hidden.reshape(-1, hidden.shape[-1])
     step = max(1, tokens.shape[0] // rows)
     shares = torch.log_softmax(tokens[::step].float() @ weight.float().t(), -1)
@@ -108,7 +102,8 @@ def hashed_vector(size: int, device: torch.device) -> torch.Tensor:
 
     Example::
 
-        hashed_vector(4, torch.device("cpu"))
+        >>> hashed_vector(4, torch.device("cpu"))
+        tensor([ 0.3074,  0.3238,  0.3618, -0.3292])
     """
     number = torch.arange(1, size + 1, device=device, dtype=torch.int64)
     number = (number * 2654435761) & 0xFFFFFFFF
@@ -117,13 +112,7 @@ def hashed_vector(size: int, device: torch.device) -> torch.Tensor:
 
 
 class SpectralNorms:
-    """Largest singular values, improved a little at every look: weights change slowly, and so do their directions.
-
-    Example::
-
-        norms = SpectralNorms()
-        norms("fc1", weight)     # tensor: the spectral norm, from below
-    """
+    """Largest singular values, improved a little at every look: weights change slowly, and so do their directions."""
 
     def __init__(self) -> None:
         self._directions: dict[str, torch.Tensor] = {}
@@ -151,6 +140,7 @@ def stable_rank(weight: torch.Tensor, spectral: torch.Tensor) -> torch.Tensor:
 
     Example::
 
-        stable_rank(torch.eye(4), torch.tensor(1.0))     # 4
+        >>> stable_rank(torch.eye(4), torch.tensor(1.0))
+        tensor(4.)
     """
     return weight.float().square().sum() / spectral.square().clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,7 +1,7 @@
 """Each tensor is measured once: the output of one module is the input of the next.
 
-Stands before ``measure_into`` in a probe: ask ``lookup`` first, and tell ``remember`` the slot it filled. The
-memory is for one step; it holds no tensor and keeps no storage alive.
+Used by a probe before it measures: call ``lookup`` first, and ``remember`` after filling a slot. The cache is for one
+step; it holds no tensor and keeps no storage alive.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Storage: Any = torch.UntypedStorage
 
 
 class SeenTensors:
-    """Which slot holds the figures of a tensor whose memory has not changed since.
+    """Maps a tensor whose memory has not changed to the slot that holds its statistics.
 
     Same tensor means: same storage, offset, shape, strides, dtype and version counter. A weak reference keeps
     the identity of a storage from being given to another one, though not its memory. Version counters do not
@@ -31,17 +31,6 @@ class SeenTensors:
       gradient accumulation, multi-tensor optimizers);
     - after writing through ``.data``, whose tensors have a counter of their own: Megatron's optimizers copy
       new weights that way, so the optimizer step is always such a moment.
-
-    Example::
-
-        seen = SeenTensors()
-        slot = seen.lookup(x)
-        if slot is None:
-            slot = table.take()
-            if measure_into(x, table.floats(slot), table.counts(slot)):
-                seen.remember(x, slot)
-        ...
-        seen.forget_all()   # at the end of the step
     """
 
     def __init__(self) -> None:
@@ -58,35 +47,18 @@ class SeenTensors:
         return len(self._slots)
 
     def __del__(self) -> None:
-        self._forget_all()  # nobody else is here any more; in a fork the lock may be held for ever
+        self._forget_all()  # no other reference is left; in a fork the lock may be held for ever
 
     def lookup(self, x: torch.Tensor) -> int | None:
-        """Return the slot remembered for ``x`` as it is now, or None.
-
-        Example::
-
-            slot = seen.lookup(x)
-        """
+        """Return the slot remembered for ``x`` as it is now, or None."""
         return self.get(key_of(x))
 
     def remember(self, x: torch.Tensor, slot: int) -> None:
-        """Keep ``slot`` for ``x`` until its memory changes; not for inference tensors, which have no version.
-
-        Example::
-
-            seen.remember(x, slot)
-        """
+        """Keep ``slot`` for ``x`` until its memory changes; not for inference tensors, which have no version."""
         self.put(key_of(x), x, slot)
 
     def put(self, key: _Key | None, x: torch.Tensor, slot: int) -> None:
-        """Keep ``slot`` for ``x`` under the key that `key_of` gave for it just now.
-
-        Example::
-
-            key = key_of(x)
-            if seen.get(key) is None:
-                seen.put(key, x, table.take())
-        """
+        """Keep ``slot`` for ``x`` under the key that `key_of` gave for it just now."""
         if key is None:
             return
         cdata: Any = key[0]
@@ -99,13 +71,7 @@ class SeenTensors:
             self._slots[key] = slot
 
     def invalidate(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Forget whatever shares memory with ``tensors``; None forgets everything.
-
-        Example::
-
-            dist.all_reduce(grad)
-            seen.invalidate([grad])
-        """
+        """Forget whatever shares memory with ``tensors``; None forgets everything."""
         if tensors is None:
             self.forget_all()
             return
@@ -118,12 +84,7 @@ class SeenTensors:
                 self._drop(tensor.untyped_storage()._cdata)
 
     def forget_all(self) -> None:
-        """Forget everything: slots of a finished step mean nothing in the next.
-
-        Example::
-
-            seen.forget_all()
-        """
+        """Forget everything: slots of a finished step mean nothing in the next."""
         with self._changing:
             self._forget_all()
 
@@ -159,11 +120,7 @@ class SeenTensors:
 def key_of(x: torch.Tensor, more: Hashable = None) -> _Key | None:
     """Identity of a tensor's memory and of what is seen in it, or None for what has no memory of its own.
 
-    ``more`` is for a caller whose figures depend on more than the tensor (its numbering in a digest).
-
-    Example::
-
-        key_of(x) == key_of(x.view(x.shape))   # True, until x is written to
+    ``more`` is for a caller whose results depend on more than the tensor (its numbering in a digest).
     """
     try:
         return (

@@ -1,6 +1,6 @@
 """Two results of one operator, compared element by element in one pass: what the perturb probe judges by.
 
-Every element counts, whatever the size of the tensor; NaN and Inf are told apart and never hide the rest. In host
+Every element counts, whatever the size of the tensor; NaN and Inf are counted separately and hide nothing. In host
 memory the compiled kernel reads both tensors once; elsewhere torch does, a bounded piece at a time, and the figures
 stay on the device. Where the two have another layout or dtype it is the pieces that are copied, never a whole tensor.
 """
@@ -13,8 +13,8 @@ from functools import cache
 
 import torch
 
-from msprobe_megatron.measure.flatten import is_dense
-from msprobe_megatron.native import library
+from msprobe_megatron.job.measure.flatten import is_dense
+from msprobe_megatron.job.measure.native import library
 
 NAMES = (
     *("elements", "nan_live", "nan_apart", "inf_live", "inf_apart", "different", "max_abs", "where"),
@@ -22,7 +22,10 @@ NAMES = (
 )
 COUNT = len(NAMES)
 _WHERE, _ULP, _RATIO = NAMES.index("where"), NAMES.index("max_ulp"), NAMES.index("ratio")
-_LARGEST = [NAMES.index(name) for name in ("max_abs", "max_ulp", "ratio", "flipped")]
+# As slices: a list of places is a table that the host would have to copy to the device, and wait for it.
+_LARGEST = tuple(
+    slice(NAMES.index(first), NAMES.index(last) + 1) for first, last in (("max_abs", "max_abs"), ("max_ulp", "flipped"))
+)
 _PIECE = 1 << 20
 _CODES = {
     torch.float32: library.FLOAT32,
@@ -53,9 +56,10 @@ def compare(live: torch.Tensor, other: torch.Tensor, out: torch.Tensor, floor: f
 
     Example::
 
-        out = torch.empty(COUNT, dtype=torch.float64)
-        compare(torch.ones(3), torch.tensor([1.0, 1.0, 2.0]), out)
-        out[NAMES.index("different")]        # 1.0
+        >>> out = torch.empty(COUNT, dtype=torch.float64)
+        >>> compare(torch.ones(3), torch.tensor([1.0, 1.0, 2.0]), out)
+        >>> out[NAMES.index("different")]
+        tensor(1., dtype=torch.float64)
     """
     live, other = live.detach(), other.detach()
     kernel = library.kernel()
@@ -65,26 +69,25 @@ def compare(live: torch.Tensor, other: torch.Tensor, out: torch.Tensor, floor: f
     if kernel is not None and live.dtype is other.dtype and live.stride() == other.stride() and is_dense(live):
         _with_kernel(kernel, live, other, out, floor)
         return
-    total = torch.zeros(COUNT, dtype=out.dtype, device=live.device)
-    total[_WHERE], total[_RATIO] = -1.0, 1.0
+    total: torch.Tensor | None = None
     start = 0
     for x, y in pieces(live, other):
         if kernel is not None:
-            part = torch.empty_like(total)
+            part = torch.empty(COUNT, dtype=out.dtype, device=live.device)
             _with_kernel(kernel, x.to(y.dtype), y, part, floor)
         else:
             part = _piece(x.to(y.dtype), y, out.dtype, floor)
-        total = _together(total, part, start)
+        total = part if total is None else _together(total, part, start)
         start += x.numel()
+    if total is None:
+        total = torch.zeros(COUNT, dtype=out.dtype, device=live.device)
+        total[_WHERE], total[_RATIO] = -1.0, 1.0
     out[:COUNT].copy_(total)
 
 
 def pieces(live: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Two tensors of one shape as flat pieces of a bounded size that lie at the same place, in the order of elements.
-
-    Example::
-
-        sum((x - y).abs().sum() for x, y in pieces(a, b))
+    """Two tensors of one shape as flat pieces of a bounded size that lie at the same place, in the order of
+    elements.
     """
     if live.numel() <= _PIECE:
         if live.numel():
@@ -113,41 +116,57 @@ def _together(total: torch.Tensor, part: torch.Tensor, start: int) -> torch.Tens
     where = torch.where(worse, part[_WHERE] + start, total[_WHERE])
     most = torch.maximum(total, part)
     total = total + part
-    total[_LARGEST] = most[_LARGEST]
+    for some in _LARGEST:
+        total[some] = most[some]
     total[_WHERE] = where
     return total
 
 
+def _exponents(size: torch.Tensor) -> torch.Tensor:
+    """Exponents of the first digits of finite numbers from 0 up, by their bits: torch_npu has no frexp.
+
+    Below the smallest normal number they are one less than its exponent.
+
+    Example::
+
+        >>> _exponents(torch.tensor([1.0, 6.0, 0.25]))
+        tensor([ 0,  2, -2], dtype=torch.int32)
+    """
+    words, fraction, bias = (torch.int64, 52, 1023) if size.dtype is torch.float64 else (torch.int32, 23, 127)
+    return (size.view(words) >> fraction) - bias
+
+
 def _piece(live: torch.Tensor, other: torch.Tensor, wide: torch.dtype, floor: float) -> torch.Tensor:
+    # Both tensors as one, and masks as one: each operation is a launch on a device.
     bits, least = digits(live.dtype)
-    x, y = live.to(wide), other.to(wide)
-    x_nan, y_nan, x_inf, y_inf = x.isnan(), y.isnan(), x.isinf(), y.isinf()
-    neither = ~(x_nan | y_nan)
-    finite = neither & ~(x_inf | y_inf)
-    x0, y0 = torch.where(finite, x, 0.0), torch.where(finite, y, 0.0)
-    apart = (x0 - y0).abs()
-    size = torch.maximum(x0.abs(), y0.abs())
-    # frexp gives a fraction from 0.5 to 1, hence one less than the exponent of the first digit.
-    exponent = torch.frexp(size).exponent.sub(1).clamp(min=least) - bits
-    ulps = torch.where(apart > 0, torch.ldexp(apart, -exponent), 0.0)
+    both = torch.stack((live.to(wide), other.to(wide)))
+    sizes, nan = both.abs(), both.isnan()
+    finite = (sizes < torch.inf).all(0)
+    numbers = torch.where(finite, both, 0.0)
+    apart = (numbers[0] - numbers[1]).abs()
+    exponent = _exponents(numbers.abs().amax(0)).clamp_(min=least)
+    differs = apart > 0
+    ulps = torch.where(differs, torch.ldexp(apart, bits - exponent), 0.0)
     most, where = ulps.max(dim=0)
+    masks = (nan[0], nan[0] != nan[1], sizes[0] == torch.inf, (both[0] != both[1]) > (finite | nan.any(0)), differs)
+    x_nan, nan_apart, x_inf, inf_apart, different = torch.stack(masks).sum(1, dtype=wide).unbind(0)
+    squares = torch.stack((apart, numbers[0])).square_().sum(1).unbind(0)
     ratio, flipped = torch.ones_like(most), torch.zeros_like(most)
     if floor > 0:
-        quotient = x0.abs().clamp(min=floor) / y0.abs().clamp(min=floor)
+        quotient = numbers[0].abs().clamp(min=floor) / numbers[1].abs().clamp(min=floor)
         ratio = torch.maximum(quotient.max(), 1 / quotient.min())
-        flipped = ((x0 * y0).min() < -floor * floor).to(wide)
+        flipped = ((numbers[0] * numbers[1]).min() < -floor * floor).to(wide)
     return torch.stack(
         [
             torch.full_like(most, live.numel()),
-            x_nan.sum().to(wide),
-            (x_nan != y_nan).sum().to(wide),
-            x_inf.sum().to(wide),
-            (neither & (x_inf | y_inf) & (x != y)).sum().to(wide),
-            (apart > 0).sum().to(wide),
+            x_nan,
+            nan_apart,
+            x_inf,
+            inf_apart,
+            different,
             apart.max(),
-            where.to(wide),
-            (apart * apart).sum(),
-            (x0 * x0).sum(),
+            torch.where(most > 0, where, -1).to(wide),
+            *squares,
             most,
             ratio,
             flipped,

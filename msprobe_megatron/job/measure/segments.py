@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from msprobe_megatron.job.measure.tables import on_device
+from msprobe_megatron.run_directory.digest import integer_sum
+
 ROW = 256
 """Elements that are reduced together first."""
 FAN = 64
@@ -39,12 +42,7 @@ class Stretch(NamedTuple):
 
 
 def plan_stretches(tensors: Sequence[torch.Tensor]) -> list[Stretch]:
-    """Which tensors are read together; all are contiguous and not empty.
-
-    Example::
-
-        plan_stretches([buffer[:10], buffer[10:30]])      # one stretch of 30
-    """
+    """Which tensors are read together; all are contiguous and not empty."""
     found: list[Stretch] = []
     alone: dict[torch.dtype, list[int]] = {}
     run: list[int] = []
@@ -93,13 +91,7 @@ def _copied(tensors: Sequence[torch.Tensor], positions: Sequence[int]) -> Iterat
 
 
 class Segments:
-    """The figures of the same tensors again and again.
-
-    Example::
-
-        together = Segments(tensors, torch.float64)
-        floats, counts = together(tensors)        # (tensors, 5) and (tensors, 4)
-    """
+    """Statistics of the same tensors, step after step."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], wide: torch.dtype) -> None:
         self._wide = wide
@@ -107,7 +99,8 @@ class Segments:
         self._stretches = [(stretch, _Tables(stretch, device)) for stretch in plan_stretches(tensors)]
         order = [i for stretch, _ in self._stretches for i in stretch.positions]
         back = sorted(range(len(order)), key=order.__getitem__)
-        self._back = None if back == list(range(len(order))) else torch.tensor(back, device=device)
+        in_order = back == list(range(len(order)))
+        self._back = None if in_order else on_device(torch.tensor(back, dtype=torch.int64), device)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> _Partial:
         """Read them all."""
@@ -146,7 +139,7 @@ class _Tables:
                     mine.append(self._rows + len(ends))
                     ends.append((a, b - a))
             items.append(mine)
-        self._ends = torch.tensor(ends, device=device).reshape(-1, 2)
+        self._ends = on_device(torch.tensor(ends, dtype=torch.int64).reshape(-1, 2), device)
         self._within = torch.arange(ROW, device=device)
         self._last = stretch.length - 1
         self._levels: list[torch.Tensor] = []
@@ -159,10 +152,11 @@ class _Tables:
                 some = [mine[k : k + widest] for k in range(0, len(mine), widest)]
                 above.append(list(range(len(table), len(table) + len(some))))
                 table += [part + [nothing] * (widest - len(part)) for part in some]
-            self._levels.append(torch.tensor(table, device=device))
+            self._levels.append(on_device(torch.tensor(table, dtype=torch.int64), device))
             items, nothing = above, len(table)
         chosen = [mine[0] for mine in items]
-        self._chosen = None if chosen == list(range(nothing)) else torch.tensor(chosen, device=device)
+        in_order = chosen == list(range(nothing))
+        self._chosen = None if in_order else on_device(torch.tensor(chosen, dtype=torch.int64), device)
 
     def reduce(self, memory: torch.Tensor, wide: torch.dtype) -> _Partial:
         """Low, high, sum and sum of squares of each segment, and its four counts."""
@@ -204,4 +198,4 @@ def _together(floats: torch.Tensor, counts: torch.Tensor, table: torch.Tensor) -
     none[:, 1:2].fill_(-torch.inf)
     some = torch.cat((floats, none))[table]
     found = torch.cat((some[..., :1].amin(1), some[..., 1:2].amax(1), some[..., 2:].sum(1)), 1)
-    return found, torch.cat((counts, torch.zeros_like(counts[:1])))[table].sum(1)
+    return found, integer_sum(torch.cat((counts, torch.zeros_like(counts[:1])))[table], 1)

@@ -1,8 +1,7 @@
-"""Statistics of one tensor in one pass: what every row of a run directory holds.
+"""The statistics that every row of a run directory holds, and which tensors have them.
 
-Called by probes with a tensor and the two slots that are to receive its figures; picks the path of the
-tensor's device. All figures merge by minimum, maximum or addition, so that shards, microbatches and ranks add
-up afterwards.
+All merge by minimum, maximum or addition, so that shards, microbatches and ranks add up afterwards. Here they are
+computed by torch for CPU tensors where the compiled kernel is missing; `operator` has the fast ways.
 """
 
 from __future__ import annotations
@@ -11,26 +10,41 @@ from typing import NamedTuple
 
 import torch
 
-from msprobe_megatron.measure.cpu import measure_cpu
-from msprobe_megatron.measure.flatten import compact
-from msprobe_megatron.measure.generic import measure_generic
+from msprobe_megatron.job.measure.aten import measure_on_host
+from msprobe_megatron.job.measure.flatten import compact
 
 FLOAT_COLUMNS = ("min", "max", "sum", "sumsq", "absmax")
 COUNT_COLUMNS = ("n_nan", "n_posinf", "n_neginf", "n_zero")
 
 _REAL_NAMES = (
-    *("float64", "float32", "float16", "bfloat16"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint16",
+    "uint32",
+    "uint64",
 )
 # Older torch lacks some of these; what it lacks no tensor can have.
-_REAL = frozenset(getattr(torch, name) for name in _REAL_NAMES if hasattr(torch, name))
+REAL = frozenset(getattr(torch, name) for name in _REAL_NAMES if hasattr(torch, name))
+"""The dtypes that are measured as they are."""
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 class Stats(NamedTuple):
-    """The figures of one tensor as Python numbers; ``min > max`` says that no element is finite."""
+    """The statistics of one tensor as Python numbers; ``min > max`` if no element is finite."""
 
     min: float
     max: float
@@ -51,60 +65,61 @@ def measurable(x: torch.Tensor) -> bool:
 
     Example::
 
-        measurable(torch.empty(3, device="meta"))   # False
+        >>> measurable(torch.empty(3, device="meta"))
+        False
     """
     return readable(x) is not None
 
 
 def measure_into(x: torch.Tensor, floats: torch.Tensor, counts: torch.Tensor) -> bool:
-    """Write the statistics of ``x`` into ``floats`` (FLOAT_COLUMNS) and ``counts`` (COUNT_COLUMNS).
+    """Write the statistics of a CPU tensor into ``floats`` (FLOAT_COLUMNS) and ``counts`` (COUNT_COLUMNS).
 
     ``min``, ``max``, ``sum``, ``sumsq`` and ``absmax`` are over the finite elements. Without any (or in an
     empty tensor) they are the neutral +inf, -inf, 0, 0, -inf. A complex tensor is measured as its real and
     imaginary parts, ``2 * numel`` real numbers. An expanded tensor is counted as large as it looks.
-    ``floats`` is float64 (float32 where the device has none), ``counts`` int64, both on the device of ``x``;
-    figures of a CPU tensor may go to slots of any device.
 
-    Leaves ``x``, its version counter, its autograd graph and all random states alone, and never makes the
-    host wait for a device. Returns False, with both slots untouched, when ``x`` is not ``measurable``.
+    Leaves ``x``, its version counter, its autograd graph and all random states alone. Returns False, with both
+    untouched, when ``x`` is not ``measurable``.
 
     Example::
 
-        floats, counts = torch.empty(5, dtype=torch.float64), torch.empty(4, dtype=torch.int64)
-        measure_into(torch.tensor([-3.0, 0.0, float("inf")]), floats, counts)
-        # floats = [-3, 0, -3, 9, 3], counts = [0, 1, 0, 1]
+        >>> floats, counts = torch.empty(5, dtype=torch.float64), torch.empty(4, dtype=torch.int64)
+        >>> measure_into(torch.tensor([-3.0, 0.0, float("inf")]), floats, counts)
+        True
     """
     found = readable(x)
     if found is None:
         return False
-    data = found.data  # as detach(), for less: nothing below may join the autograd graph
+    data, times = flattened(found)
     if data.numel() == 0:
-        _write_neutral(floats, counts)
-        return True
-    if data.dtype in _COMPLEX:
-        data = torch.view_as_real(data.resolve_conj())
-    times = 1
-    if not data.is_contiguous():
-        data, times = compact(data.resolve_neg())
-    if data.is_cpu:
-        measure_cpu(data, times, floats, counts)
+        write_neutral(floats, counts)
     else:
-        measure_generic(data, times, floats, counts)
+        measure_on_host(data, times, floats, counts)
     return True
 
 
+def flattened(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The real numbers of a tensor, in whatever order, and how often each stands in it; no part of any graph."""
+    data = x.data  # as detach(), for less
+    if data.dtype in _COMPLEX:
+        data = torch.view_as_real(data.resolve_conj())
+    if data.is_neg():
+        data = data.resolve_neg()
+    return (data, 1) if data.is_contiguous() else compact(data)
+
+
 def measure(x: torch.Tensor) -> Stats:
-    """Return the statistics of ``x`` as Python numbers. Reads them back, so not for use during training.
+    """Return the statistics of a CPU tensor as Python numbers.
 
     Raises ``ValueError`` when ``x`` is not ``measurable``.
 
     Example::
 
-        measure(torch.tensor([1.0, 2.0])).sumsq   # 5.0
+        >>> measure(torch.tensor([1.0, 2.0])).sumsq
+        5.0
     """
-    wide = torch.float32 if x.device.type == "npu" else torch.float64
-    floats = torch.empty(5, dtype=wide, device=x.device)
-    counts = torch.empty(4, dtype=torch.int64, device=x.device)
+    floats = torch.empty(5, dtype=torch.float64, device="cpu")
+    counts = torch.empty(4, dtype=torch.int64, device="cpu")
     if not measure_into(x, floats, counts):
         raise ValueError(
             f"a {type(x).__name__} of {x.dtype}, {x.layout}, on {x.device} has no statistics; accepted: "
@@ -113,7 +128,8 @@ def measure(x: torch.Tensor) -> Stats:
     return Stats(*floats.tolist(), *counts.tolist())
 
 
-def _write_neutral(floats: torch.Tensor, counts: torch.Tensor) -> None:
+def write_neutral(floats: torch.Tensor, counts: torch.Tensor) -> None:
+    """Write the statistics of no elements."""
     # Slice by slice: a literal tensor would be a copy from the host, which may wait on some devices.
     floats.fill_(-torch.inf)
     floats[:1].fill_(torch.inf)
@@ -130,7 +146,7 @@ def readable(x: torch.Tensor) -> torch.Tensor | None:
         with torch._C.DisableTorchFunctionSubclass():
             x = x.as_subclass(torch.Tensor)
     dtype = x.dtype
-    if x.layout is not torch.strided or x.is_meta or (dtype not in _REAL and dtype not in _COMPLEX):
+    if x.layout is not torch.strided or x.is_meta or (dtype not in REAL and dtype not in _COMPLEX):
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return None

@@ -1,4 +1,4 @@
-"""Which patches would bind to the Megatron that is installed here: tried for real, then taken back."""
+"""Dry run: apply all patches to the installed Megatron, report which of them bind, revert."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import importlib
 import warnings
 from typing import Any
 
-from msprobe_megatron import backends
-from msprobe_megatron.patching import Patch, PatchError, PatchSet, declared, host_version
+from msprobe_megatron.job import devices
+from msprobe_megatron.job.patching.attributes import PatchError
+from msprobe_megatron.job.patching.patch_set import Patch, PatchSet, declared, host_version
 
 
-class _Nobody:
-    """Events that nobody waits for."""
+class _NoEvents:
+    """Stands in for the session; no patched function is called."""
 
 
 def installed_patches() -> tuple[list[dict[str, Any]], str]:
     """Ledger of all declared patches against the importable Megatron, and a title that names its version."""
-    if backends.select().name == "cpu":
-        from msprobe_megatron.backends import cpu
+    if devices.select().name == "cpu":
+        from msprobe_megatron.job.devices import megatron_on_cpu
 
-        cpu.install()
+        megatron_on_cpu.install()
     patches: list[Patch] = declared("arguments", "functions", "recording", "gradients")
     broken: list[str] = []
     with warnings.catch_warnings():
-        # What Megatron lacks here (TransformerEngine, Apex) is not the question.
+        # Warnings about missing optional packages (TransformerEngine, Apex) do not matter here.
         warnings.simplefilter("ignore")
         for patch in patches:
             for target in patch.targets:
@@ -32,11 +33,11 @@ def installed_patches() -> tuple[list[dict[str, Any]], str]:
                 try:
                     importlib.import_module(module)
                 except ImportError as error:
-                    # One that is there and lacks another part of itself is not the same as none.
+                    # Megatron is installed but one of its own dependencies is missing: report that one.
                     if error.name and not module.startswith(error.name):
                         broken.append(str(error))
-    found = PatchSet(patches, _Nobody())
-    # A required target that is missing is what the table is there to show.
+    found = PatchSet(patches, _NoEvents())
+    # The table is there to show a required target that is missing.
     with contextlib.suppress(PatchError):
         found.apply()
     ledger = found.ledger()

@@ -1,21 +1,27 @@
 """Patches: declared at import, applied late, listed, verified, reverted.
 
 A patch names its target as text and holds a function that wraps the original; nothing happens until a `PatchSet`
-applies it. What became of each is kept in the ledger, because a patch that silently did not bind is a hole in
-the record. The declarations live in the top-level ``patches/`` folder, one file a Megatron area.
+applies it. The ledger keeps the outcome of each, because a patch that silently did not bind is a hole in the
+record. The declarations live in the top-level ``patches/`` folder, one file per area of Megatron.
+
+`when_imported` runs a function as soon as a module has been imported, by whatever code: a patch is then applied before
+other modules bind the function's name, and without importing Megatron ourselves.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.abc
+import importlib.machinery
+import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-PATCH_MODULES = ("arguments", "training", "schedules", "recompute", "distributed", "named_calls", "data_parallel")
+from msprobe_megatron.job.patching.attributes import Attribute, PatchError, leads_to, unwrapped
 
 Wrap = Callable[[Callable[..., Any], Any], Callable[..., Any]]
 
@@ -24,13 +30,9 @@ Wrap = Callable[[Callable[..., Any], Any], Callable[..., Any]]
 class Patch:
     """Declaration of one patch.
 
-    `wrap(original, events)` returns the replacement; `events` is whoever applies the set. `targets` are tried in
-    order and the first that exists is patched: releases moved functions, and forks lie about their version.
-
-    Example::
-
-        Patch("schedules.forward_step", ("megatron.core.pipeline_parallel.schedules:forward_step",), wrap,
-              phase="recording", why="microbatch and virtual stage of each forward")
+    `wrap(original, events)` returns the replacement; `events` is the object that the `PatchSet` was made with.
+    `targets` are tried in order and the first that exists is patched: releases moved functions, and the version that
+    a fork reports cannot be relied on. `sweep` also patches modules that imported the function by name.
     """
 
     id: str
@@ -40,23 +42,23 @@ class Patch:
     why: str
     required: bool = False
     sweep: bool = False
+    owner: type | None = None
+    """The class that stores the function, where no name leads to it: the target is then only text."""
 
 
 @dataclass
 class Entry:
-    """What became of a patch: one line of the ledger."""
+    """The outcome of one patch: a line of the ledger."""
 
     patch: Patch
     target: str = ""
     state: str = "declared"
     reason: str = ""
     fired: int = 0
-    owner: Any = field(default=None, repr=False)
-    name: str = ""
+    attribute: Attribute | None = field(default=None, repr=False)
     original: Any = field(default=None, repr=False)
     replacement: Any = field(default=None, repr=False)
     events: Any = field(default=None, repr=False)
-    inherited: bool = False
     aliases: list[Any] = field(default_factory=list, repr=False)
     swept: int = -1
     active: bool = False
@@ -75,27 +77,18 @@ class Entry:
         }
 
 
-class PatchError(Exception):
-    """A patch that was required did not find its target."""
-
-
 class PatchSet:
-    """Some patches, applied and reverted together.
-
-    Example::
-
-        patches = PatchSet(declared("functions"), events)
-        patches.apply()
-        ...
-        patches.revert()
-    """
+    """Patches that are applied and reverted together."""
 
     def __init__(self, patches: Iterable[Patch], events: Any) -> None:
         self.entries = [Entry(patch) for patch in patches]
         self._events = events
 
     def apply(self) -> None:
-        """Bind every patch that is not bound; applying twice is applying once."""
+        """Bind every patch that is not bound. Idempotent.
+
+        Raises `PatchError`, with nothing left patched, if a required patch finds none of its targets.
+        """
         for entry in self.entries:
             if not entry.active:
                 _bind(entry, self._events)
@@ -105,8 +98,13 @@ class PatchSet:
             names = "; ".join(f"{e.patch.id}: none of {', '.join(e.patch.targets)} ({e.reason})" for e in missing)
             raise PatchError(f"cannot patch {names}; megatron-core is {host_version()}")
 
+    def extend(self, patches: Iterable[Patch]) -> None:
+        """Add those that are not among them; `apply` binds them."""
+        known = {(entry.patch.id, entry.patch.owner) for entry in self.entries}
+        self.entries += [Entry(patch) for patch in patches if (patch.id, patch.owner) not in known]
+
     def verify(self) -> list[str]:
-        """Bind again what somebody overwrote since; returns the targets that had been lost."""
+        """Bind again what other code has overwritten since; returns those targets."""
         lost = []
         for entry in self.entries:
             if entry.active and not _still_bound(entry):
@@ -117,7 +115,7 @@ class PatchSet:
         return lost
 
     def revert(self) -> None:
-        """Put every original back; a replacement that others have wrapped meanwhile stays, and passes through."""
+        """Restore every original. A replacement that other code has wrapped since stays, and only passes through."""
         for entry in reversed(self.entries):
             if entry.active:
                 _unbind(entry)
@@ -128,12 +126,15 @@ class PatchSet:
 
 
 def declared(*phases: str) -> list[Patch]:
-    """All patches of these phases, from the ``patches`` package."""
-    found: list[Patch] = []
-    for name in PATCH_MODULES:
-        module = importlib.import_module(f"msprobe_megatron.patches.{name}")
-        found.extend(patch for patch in module.PATCHES if patch.phase in phases)
-    return found
+    """All patches of these phases, from the modules of the ``patches`` package.
+
+    A module has them as ``PATCHES``, and those that depend on the classes there are now as a function ``overrides``.
+    """
+    package = importlib.import_module("msprobe_megatron.patches")
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    every = [(*getattr(module, "PATCHES", ()), *getattr(module, "overrides", list)()) for module in modules]
+    return [patch for some in every for patch in some if patch.phase in phases]
 
 
 def host_version() -> str:
@@ -144,8 +145,8 @@ def host_version() -> str:
     return str(getattr(sys.modules.get("megatron.core.package_info"), "__version__", "unknown"))
 
 
-def _resolve(target: str) -> tuple[Any, str] | str:
-    """Owner and attribute name of ``module:Class.attribute``, or why there is none."""
+def _resolve(target: str) -> Attribute | str:
+    """The function that ``module:Class.attribute`` names, or the reason why there is none to patch."""
     module_name, _, path = target.partition(":")
     module = sys.modules.get(module_name)
     if module is None:
@@ -158,51 +159,56 @@ def _resolve(target: str) -> tuple[Any, str] | str:
             return f"{module_name} has no {parent}"
     if not hasattr(owner, name):
         return f"{module_name} has no {path}"
-    return owner, name
+    try:
+        return Attribute(owner, name)
+    except PatchError as error:
+        return str(error)
+
+
+def _of_class(owner: type, target: str) -> Attribute | str:
+    try:
+        return Attribute(owner, target.rpartition(".")[2])
+    except PatchError as error:
+        return str(error)
 
 
 def _bind(entry: Entry, events: Any) -> None:
     reasons = []
     for target in entry.patch.targets:
-        found = _resolve(target)
+        found = _resolve(target) if entry.patch.owner is None else _of_class(entry.patch.owner, target)
         if isinstance(found, str):
             reasons.append(found)
             continue
-        entry.owner, entry.name = found
-        entry.target = target
-        _replace(entry, events)
+        entry.attribute, entry.target = found, target
+        _replace(entry, found, events)
         entry.state, entry.reason, entry.active = "bound", "", True
         return
     entry.state, entry.reason = "absent", "; ".join(dict.fromkeys(reasons))
 
 
-def _replace(entry: Entry, events: Any) -> None:
-    owner, name = entry.owner, entry.name
-    space = vars(owner)
-    entry.inherited = name not in space
-    raw = getattr(owner, name) if entry.inherited else space[name]
-    raw = _alive(raw)
+def _replace(entry: Entry, attribute: Attribute, events: Any) -> None:
+    raw = _without_disabled(attribute.raw)
     # Bound again on every recorded step: the replacement of the same function is used again.
     if entry.replacement is None or raw is not entry.original or events is not entry.events:
-        _make_replacement(entry, raw, events)
-    setattr(owner, name, entry.replacement)
+        _make_replacement(entry, attribute, raw, events)
+    attribute.store(entry.replacement)
     if entry.patch.sweep:
-        # All modules are looked through when there are new ones; a patch may be bound again on every recorded step.
+        # Search all modules only when there are new ones: a patch may be bound again on every recorded step.
         known = list(sys.modules.values()) if entry.swept != len(sys.modules) else entry.aliases
         entry.swept = len(sys.modules)
-        entry.aliases = list(_aliases(raw, name, owner, known))
+        entry.aliases = list(_aliases(raw, attribute, known))
         for module in entry.aliases:
-            setattr(module, name, entry.replacement)
+            setattr(module, attribute.name, entry.replacement)
 
 
-def _make_replacement(entry: Entry, raw: Any, events: Any) -> None:
-    function = _function(raw)
+def _make_replacement(entry: Entry, attribute: Attribute, raw: Any, events: Any) -> None:
+    function = unwrapped(raw)
     wrapped = entry.patch.wrap(function, events)
 
     binding = entry.binding = object()
 
     def live() -> bool:
-        # An older replacement of the same entry may still sit below another's wrapper: only the last one speaks.
+        # An older replacement of the same entry may still be in the chain, below a wrapper of other code.
         return entry.active and entry.binding is binding
 
     @functools.wraps(function)
@@ -217,63 +223,118 @@ def _make_replacement(entry: Entry, raw: Any, events: Any) -> None:
     replacement.__msprobe_raw__ = raw  # type: ignore[attr-defined]
     replacement.__msprobe_live__ = live  # type: ignore[attr-defined]
     entry.original = raw
-    entry.replacement = type(raw)(replacement) if isinstance(raw, staticmethod | classmethod) else replacement
+    entry.replacement = attribute.of_same_kind(replacement)
     entry.events = events
 
 
-def _function(raw: Any) -> Any:
-    return raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
-
-
-def _is_dead(function: Any) -> bool:
-    """Whether this is a replacement of ours (not a wrapper that copied its attributes) that is switched off."""
+def _is_disabled(function: Any) -> bool:
+    """Whether this is a replacement of ours (not a wrapper that copied its attributes) that only passes through."""
     live = getattr(function, "__msprobe_live__", None)
     return getattr(function, "__msprobe_self__", None) is function and live is not None and not live()
 
 
-def _alive(raw: Any) -> Any:
-    """Step over replacements that could not be taken away in their turn, or the chain would grow with every step."""
-    while _is_dead(_function(raw)):
-        raw = _function(raw).__msprobe_raw__
+def _without_disabled(raw: Any) -> Any:
+    """Skip our disabled replacements that could not be removed, or the chain grows with every recorded step."""
+    while _is_disabled(unwrapped(raw)):
+        raw = unwrapped(raw).__msprobe_raw__
     return raw
 
 
-def _aliases(original: Any, name: str, owner: Any, modules: Iterable[Any]) -> Iterable[Any]:
+def _aliases(original: Any, attribute: Attribute, modules: Iterable[Any]) -> Iterable[Any]:
     """Modules that imported the original by name before it was patched: Megatron's, and the host's own."""
     for module in modules:
-        if module is owner or not isinstance(module, ModuleType) or module.__name__.startswith("msprobe_megatron"):
+        if module is attribute.owner or not isinstance(module, ModuleType):
             continue
-        if vars(module).get(name) is original:
+        if not module.__name__.startswith("msprobe_megatron") and vars(module).get(attribute.name) is original:
             yield module
-
-
-def _current(entry: Entry) -> Any:
-    return vars(entry.owner).get(entry.name)
 
 
 def _still_bound(entry: Entry) -> bool:
     """Whether our replacement is still in the chain of wrappers that the host will call."""
-    current = _current(entry)
-    while current is not None:
-        if current is entry.replacement or getattr(current, "__msprobe_patch__", None) == entry.patch.id:
-            return True
-        current = (
-            current.__func__
-            if isinstance(current, staticmethod | classmethod)
-            else getattr(current, "__wrapped__", None)
-        )
-    return False
+
+    def ours(found: Any) -> bool:
+        return found is entry.replacement or getattr(found, "__msprobe_patch__", None) == entry.patch.id
+
+    return entry.attribute is not None and leads_to(entry.attribute.current(), ours)
 
 
 def _unbind(entry: Entry) -> None:
     entry.active = False
-    if _current(entry) is not entry.replacement:
+    attribute = entry.attribute
+    if attribute is None or attribute.current() is not entry.replacement:
         entry.state, entry.reason = "left", "other code wrapped it; it only passes through now"
         return
-    if entry.inherited:
-        delattr(entry.owner, entry.name)
-    else:
-        setattr(entry.owner, entry.name, _alive(entry.original))
+    attribute.raw = _without_disabled(attribute.raw)
+    attribute.restore()
     for module in entry.aliases:
-        if vars(module).get(entry.name) is entry.replacement:
-            setattr(module, entry.name, _alive(entry.original))
+        if vars(module).get(attribute.name) is entry.replacement:
+            setattr(module, attribute.name, attribute.raw)
+
+
+Callback = Callable[[ModuleType], None]
+
+
+class _Notifier(importlib.abc.MetaPathFinder):
+    """Finder that delegates to the others and wraps their loader with the callbacks."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, list[Callback]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self.wanted:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader, self.wanted.pop(fullname))
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """The real loader, followed by the callbacks."""
+
+    def __init__(self, loader: Any, callbacks: list[Callback]) -> None:
+        self._loader = loader
+        self._callbacks = callbacks
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module keeps its real loader: inspect and pickle get the source from it.
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        for callback in self._callbacks:
+            callback(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+_NOTIFIER = _Notifier()
+
+
+def when_imported(name: str, callback: Callback) -> None:
+    """Call `callback(module)` after module `name` has been executed; immediately if it already was."""
+    module = sys.modules.get(name)
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        callback(module)
+        return
+    if _NOTIFIER not in sys.meta_path:
+        sys.meta_path.insert(0, _NOTIFIER)
+    _NOTIFIER.wanted.setdefault(name, []).append(callback)
+
+
+def forget() -> None:
+    """Drop all pending callbacks and remove the finder."""
+    _NOTIFIER.wanted.clear()
+    if _NOTIFIER in sys.meta_path:
+        sys.meta_path.remove(_NOTIFIER)

@@ -1,4 +1,4 @@
-"""Rows of kind ``check``: what the comparison of ranks found, as a small file of the monitor."""
+"""Rows of kind ``check``: findings of the comparison of ranks, in a small file beside those of the monitor."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from msprobe_megatron.record.batches import ROW_BYTES, WriterCounts
-from msprobe_megatron.record.directory import RunDirectory
-from msprobe_megatron.record.json_text import json_text
-from msprobe_megatron.record.schema import Row
-from msprobe_megatron.record.table import build_table
+from msprobe_megatron.job.record.writer import ROW_BYTES, Batch, WriterCounts
+from msprobe_megatron.run_directory.directory import RunDirectory
+from msprobe_megatron.run_directory.safe_files import json_text
+from msprobe_megatron.run_directory.schema import Row
+from msprobe_megatron.run_directory.table import build_table
 
 
 @dataclass(frozen=True)
-class CheckBatch:
-    """What was found at one check, as events.
-
-    Example::
-
-        writer.submit(CheckBatch(12, 3, ({"name": "decoder.final_layernorm.weight", …},)))
-    """
+class CheckBatch(Batch):
+    """The findings of one check, as events."""
 
     step: int
     number: int
@@ -33,23 +28,19 @@ class CheckBatch:
         """A few rows."""
         return ROW_BYTES * (1 + len(self.found))
 
-    def coming(self, last: int) -> int:
-        """Too small to count."""
-        return 0
-
     def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
-        """One row a finding."""
+        """Write one row per finding."""
         rows = [_row(seq, event) for seq, event in enumerate(self.found)]
         table = build_table(self.step, rows, np.empty((0, 5)), np.empty((0, 4), np.int64), identity)
         path = f"monitor/rank_{identity['rank']:05d}/checks_{self.step:06d}_{self.number:06d}.parquet"
         return directory.write_table(path, table)
 
     def count(self, counts: WriterCounts) -> None:
-        """Rows like others."""
+        """Add the rows."""
         counts.rows_written += len(self.found)
 
     def drop(self, counts: WriterCounts) -> None:
-        """Rows lost."""
+        """Add the lost rows."""
         counts.rows_dropped += len(self.found)
 
 

@@ -1,7 +1,7 @@
-"""Whole tensors in packed safetensors files, several tensors to a file.
+"""Whole tensors in packed safetensors files, several tensors per file.
 
 A probe adds copies to a pack; a full pack goes to the writer thread like a step does, so that memory stays bounded and
-training goes on. A row holds the key ``pack:number`` of its tensor. Bytes are written as they are: bf16 and fp8 too.
+training continues. A row holds the key ``pack:number`` of its tensor. Bytes are written unconverted, bf16 and fp8 too.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import IO, TYPE_CHECKING
 
 import torch
 
-from msprobe_megatron.record.batches import WriterCounts
-from msprobe_megatron.record.directory import RunDirectory
-from msprobe_megatron.record.safe_files import Unfinished
-from msprobe_megatron.record.tensors_layout import file_name
+from msprobe_megatron.job.record.writer import Batch, WriterCounts
+from msprobe_megatron.run_directory.directory import RunDirectory
+from msprobe_megatron.run_directory.safe_files import Unfinished
+from msprobe_megatron.run_directory.tensor_names import file_name
 
 if TYPE_CHECKING:
-    from msprobe_megatron.backends.base import HostCopy
+    from msprobe_megatron.job.devices.base import HostCopy
 
 PACK_BYTES = 64 << 20
-"""A pack is handed over when it holds this much: it is written while training goes on."""
+"""A pack is submitted when it holds this much: it is written while training continues."""
 _ALIGNED = 64
 _AT_ONCE = 8 << 20
 
@@ -52,16 +52,9 @@ _NAMES = {
 
 
 class HostBuffers:
-    """Memory for the copies of tensors that lie in host memory already; used again when a pack has been written.
+    """A pool of buffers for copies of tensors that are already in host memory.
 
-    Fresh memory costs as much as the copy itself, because the system has to clear it.
-
-    Example::
-
-        buffers = HostBuffers(64 << 20)
-        buffer = buffers.take()
-        ...
-        buffers.give(buffer)
+    Fresh memory costs as much as the copy itself, because the kernel has to clear it.
     """
 
     def __init__(self, size: int, keep: int = 8) -> None:
@@ -69,31 +62,31 @@ class HostBuffers:
         self._free: list[torch.Tensor] = []
 
     def take(self) -> torch.Tensor:
-        """A buffer that nobody uses."""
+        """Return a free buffer."""
         try:
             return self._free.pop()
         except IndexError:
             return _fresh(self._size)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Its pack is written or dropped; from any thread."""
+        """Return a buffer to the pool once its pack is written or dropped. Thread-safe."""
         if len(self._free) < self._keep:
             self._free.append(buffer)
 
 
 def _fresh(size: int) -> torch.Tensor:
-    """New memory in pages as large as the machine has: to be given 4 KiB at a time takes longer than the copy."""
+    """New memory in huge pages if available: page faults of 4 KiB each take longer than the copy."""
     try:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(pages, dtype=torch.uint8)
-    except (AttributeError, OSError, ValueError):  # a system without them
+    except (AttributeError, OSError, ValueError):  # no huge pages on this system
         return torch.empty(size, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
 class _Copied:
-    """A copy that is there already."""
+    """A finished copy."""
 
     tensor: torch.Tensor
 
@@ -103,8 +96,10 @@ class _Copied:
 
 
 @dataclass
-class TensorPack:
+class TensorPack(Batch):
     """Copies of tensors of one step that go into one file."""
+
+    large = True
 
     step: int
     number: int
@@ -120,12 +115,7 @@ class TensorPack:
         return self.held_bytes
 
     def add(self, key: str, x: torch.Tensor, copy: HostCopy) -> None:
-        """Take a copy of ``x`` (contiguous, on its way to the host) under ``key``.
-
-        Example::
-
-            pack.add("0:7", x, backend.to_host(x.contiguous()))
-        """
+        """Add a copy of ``x`` (contiguous, on its way to the host) under ``key``."""
         name = str(x.dtype).removeprefix("torch.")
         self.copies.append((key, _NAMES.get(name, f"U8:{name}"), tuple(x.shape), copy))
         self.held_bytes += x.numel() * x.element_size()
@@ -151,7 +141,7 @@ class TensorPack:
         if buffer is not None and self.buffers is not None:
             self.buffers.give(buffer)
 
-    def coming(self, last: int) -> int:
+    def expected_bytes(self, last: int) -> int:
         """As many bytes as it holds."""
         return self.held_bytes
 
@@ -162,7 +152,7 @@ class TensorPack:
         return size
 
     def begin(self, directory: RunDirectory, identity: Mapping[str, int]) -> Unfinished:
-        """The same, but for the way to the disk; the memory of the copies is free then."""
+        """Write the file without syncing it; the memory of the copies is free then."""
         file = directory.begin_file(self._path(identity), self.fill)
         self._give_back()
         return file
@@ -171,16 +161,16 @@ class TensorPack:
         return f"step_{self.step:06d}/rank_{identity['rank']:05d}/{file_name(self.number)}"
 
     def count(self, counts: WriterCounts) -> None:
-        """So many tensors more."""
+        """Add the tensors."""
         counts.tensors_written += len(self.copies)
 
     def drop(self, counts: WriterCounts) -> None:
-        """So many tensors lost."""
+        """Add the lost tensors."""
         counts.tensors_dropped += len(self.copies)
         self._give_back()
 
     def fill(self, file: IO[bytes]) -> None:
-        """Write the pack; waits for copies that are still on their way."""
+        """Write the pack; waits for copies that have not arrived yet."""
         pieces = [_bytes(copy.wait()) for _, _, _, copy in self.copies]
         header = _header(self.copies, [piece.nbytes for piece in pieces])
         file.write(header)
@@ -194,9 +184,9 @@ class TensorPack:
 
 
 def _start_writing(file: IO[bytes], first: int, last: int) -> None:
-    """Let the disk begin with these bytes: it would else stand still until the pack is synced."""
+    """Start writeback of these bytes now: otherwise the disk would idle until the pack is synced."""
     file.flush()
-    with contextlib.suppress(AttributeError, OSError):  # a system, or a file, that takes no advice
+    with contextlib.suppress(AttributeError, OSError):  # not supported by this system or file
         os.posix_fadvise(file.fileno(), first, last - first, os.POSIX_FADV_DONTNEED)
 
 
@@ -211,7 +201,7 @@ def _header(copies: list[tuple[str, str, tuple[int, ...], HostCopy]], sizes: lis
     at = 0
     for (key, name, shape, _), size in zip(copies, sizes, strict=True):
         kind, _, odd = name.partition(":")
-        # A dtype that the format has no word for is kept as bytes; the row says what they are.
+        # A dtype unknown to the format is stored as bytes; the row holds the true dtype.
         entries[key] = {"dtype": kind, "shape": [size] if odd else list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -220,14 +210,7 @@ def _header(copies: list[tuple[str, str, tuple[int, ...], HostCopy]], sizes: lis
 
 
 class TensorPacks:
-    """The packs of a running step; full ones are handed to ``submit``.
-
-    Example::
-
-        packs = TensorPacks(backend.to_host, writer.submit)
-        key = packs.add(step=10, x=x)
-        packs.finish()
-    """
+    """The packs of a running step; full ones go to ``submit``."""
 
     def __init__(
         self,
@@ -239,12 +222,12 @@ class TensorPacks:
         self._buffers = HostBuffers(pack_bytes)
         self._pack: TensorPack | None = None
         self._count = 0
-        # Threads of the host may run the model at once: each tensor has its own key and place, and none comes into a
-        # pack that is being written.
+        # The host may run the model in several threads: each tensor gets a key of its own, and none is added to a pack
+        # that is being written.
         self._filling = threading.RLock()
 
     def add(self, step: int, x: torch.Tensor) -> str:
-        """Copy ``x`` and return the key under which it will be found."""
+        """Copy ``x`` and return its key."""
         with self._filling:
             return self._add(step, x)
 
@@ -265,7 +248,7 @@ class TensorPacks:
         return key
 
     def finish(self) -> None:
-        """The step is over: hand over what is left; packs count from 0 again."""
+        """The step is over: submit what is left; packs count from 0 again."""
         with self._filling:
             self._hand_over()
             self._count = 0

@@ -1,8 +1,8 @@
-"""The writer thread: takes finished steps from training and turns them into files.
+"""The writer thread: takes finished batches from training and turns them into files.
 
-Training hands over a batch and goes on. The queue is bounded in bytes: a full one makes training wait or
-drops the batch, as chosen, and drops are counted. Whatever goes wrong here is told once and never raised
-into training.
+Training submits a `Batch` and continues. The queue is bounded in bytes: when it is full, training waits or the batch
+is dropped, as configured, and drops are counted. An error in this thread is reported once and never raised into
+training. A new kind of file is a new subclass of `Batch`; the writer knows none of them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,97 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import ClassVar
 
-from msprobe_megatron.record.batches import Batch, WriterCounts, is_large
-from msprobe_megatron.record.directory import RunDirectory
-from msprobe_megatron.record.safe_files import Unfinished, finish_files
-from msprobe_megatron.record.schema import IDENTITY_COLUMNS
+from msprobe_megatron.run_directory.directory import RunDirectory
+from msprobe_megatron.run_directory.safe_files import OverAllowance, Unfinished, finish_files
+from msprobe_megatron.run_directory.schema import IDENTITY_COLUMNS
 
 POLICIES = ("block", "drop")
+ROW_BYTES = 512
+"""Memory of a queued row: the tuple, its numbers and its shape; names are shared between rows."""
 _TOGETHER = 8
-"""Large files that are written before the disk is waited for, as long as more of them wait."""
+"""Large files that are written before the first fsync, as long as more of them are queued."""
+
+
+@dataclass
+class WriterCounts:
+    """Totals for the ledger: every batch ends up written or dropped."""
+
+    steps_written: int = 0
+    rows_written: int = 0
+    bytes_written: int = 0
+    steps_dropped: int = 0
+    rows_dropped: int = 0
+    bytes_dropped: int = 0
+    tensors_written: int = 0
+    tensors_dropped: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the counts for the ledger."""
+        return asdict(self)
+
+
+class Batch:
+    """One item of the writer's queue. A subclass overrides what it needs; by default it writes and counts nothing.
+
+    All methods but `nbytes` run in the writer thread. `count` and `drop` leave ``bytes_*`` to the writer.
+    """
+
+    large: ClassVar[bool] = False
+    """True for a single file so large that several are best synced together: the writer then calls `begin`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Estimate of the memory that the batch holds while it is queued."""
+        return 0
+
+    def expected_bytes(self, last: int) -> int:
+        """Expected size of its files, checked against the disk limit; ``last`` is the size of the last of this type."""
+        return 0
+
+    def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
+        """Write the files and return their size; ``identity`` holds the coordinates of this process."""
+        return 0
+
+    def begin(self, directory: RunDirectory, identity: Mapping[str, int]) -> Unfinished:
+        """Write the file of a `large` batch without syncing it."""
+        raise NotImplementedError
+
+    def count(self, counts: WriterCounts) -> None:
+        """Add a batch that was written."""
+
+    def drop(self, counts: WriterCounts) -> None:
+        """Add a batch that was dropped."""
+
+
+class StepRowsBatch(Batch):
+    """A batch with rows of one step."""
+
+    @property
+    def row_count(self) -> int:
+        """How many rows it has."""
+        raise NotImplementedError
+
+    def expected_bytes(self, last: int) -> int:
+        """Steps resemble each other: as large as the last."""
+        return last
+
+    def count(self, counts: WriterCounts) -> None:
+        """Add one step and its rows."""
+        counts.steps_written += 1
+        counts.rows_written += self.row_count
+
+    def drop(self, counts: WriterCounts) -> None:
+        """Add one lost step and its rows."""
+        counts.steps_dropped += 1
+        counts.rows_dropped += self.row_count
 
 
 @dataclass
 class _Begun:
-    """A batch with the size it was let in for, and what became of it so far."""
+    """A batch that left the queue: the size it was admitted with, and its result so far."""
 
     batch: Batch
     size: int
@@ -37,19 +113,11 @@ class _Begun:
 
 
 class Writer:
-    """Writes batches in one daemon thread.
+    """Writes batches in one daemon thread. Thread-safe; in a forked child every call is a no-op.
 
-    ``policy`` says what a full queue does: "block" lets training wait (``block_seconds`` at most, then the
+    ``policy`` says what a full queue does: "block" makes training wait (``block_seconds`` at most, then the
     batch is dropped: a dead disk must not stop a job), "drop" never waits. ``on_fault`` is called once, in
-    the thread, with the first error; from then on everything is dropped and counted. In a forked child
-    every call is a no-op.
-
-    Example::
-
-        identity = {"rank": 3, "tp": 1, "pp": 0, "dp": 0, "cp": 0, "ep": 0, "etp": 0}
-        writer = Writer(directory, identity, 64 << 20, on_fault=print)
-        writer.submit(StepBatch(10, rows, table.seal(), sites, complete=True))
-        writer.close()
+    the writer thread, with the first error; from then on everything is dropped and counted.
     """
 
     def __init__(
@@ -74,8 +142,8 @@ class Writer:
         self._limit, self._policy, self._patience = queue_bytes, policy, block_seconds
         self._disk, self._on_limit, self._disk_full = disk_bytes, on_limit, False
         self._last_bytes: dict[type[Batch], int] = {}
-        self._queue: deque[tuple[Batch, int]] = deque()  # with the size it was let in for
-        self._held_bytes = 0  # queued and in work
+        self._queue: deque[tuple[Batch, int]] = deque()  # with the size it was admitted with
+        self._held_bytes = 0  # queued or being written
         self._changed = threading.Condition()
         self._closing = self._faulted = False
         self._pid = os.getpid()
@@ -85,12 +153,7 @@ class Writer:
         self._thread.start()
 
     def submit(self, batch: Batch) -> bool:
-        """Hand over a batch; False when it was dropped.
-
-        Example::
-
-            writer.submit(batch)
-        """
+        """Queue a batch; False when it was dropped."""
         if os.getpid() != self._pid:  # forked: the thread is not here, and the lock may be held for ever
             return False
         size = batch.nbytes
@@ -104,24 +167,14 @@ class Writer:
         return True
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all that was handed over is written or dropped; False when ``timeout`` seconds passed.
-
-        Example::
-
-            writer.flush(timeout=60)
-        """
+        """Wait until every submitted batch is written or dropped; False after ``timeout`` seconds."""
         if os.getpid() != self._pid:
             return True
         with self._changed:
             return self._changed.wait_for(lambda: self._held_bytes == 0, timeout)
 
     def close(self, timeout: float | None = 600.0) -> bool:
-        """Write what waits and end the thread; later batches are dropped. Safe to call twice.
-
-        Example::
-
-            writer.close()
-        """
+        """Write what is queued and end the thread; later batches are dropped. Idempotent."""
         if os.getpid() != self._pid:
             return True
         with self._changed:
@@ -133,7 +186,7 @@ class Writer:
         return not self._thread.is_alive()
 
     def _make_room(self, size: int) -> bool:
-        # A batch larger than the whole queue is let in when it has the queue for itself.
+        # A batch larger than the whole queue is admitted when the queue is empty.
         deadline = time.monotonic() + self._patience
         while not self._closing and not self._faulted:
             if self._held_bytes == 0 or self._held_bytes + size <= self._limit:
@@ -149,16 +202,20 @@ class Writer:
         self.counts.bytes_dropped += batch.nbytes
 
     def _over_limit(self, batch: Batch, begun: int) -> bool:
-        """Whether the disk limit leaves no room for the files of this batch."""
+        """True if the files of this batch would exceed the disk limit."""
         if self._disk is None:
             return False
-        coming = batch.coming(self._last_bytes.get(type(batch), 0))
-        over = self.counts.bytes_written + begun + coming >= self._disk
-        if over and not self._disk_full:
+        expected = batch.expected_bytes(self._last_bytes.get(type(batch), 0))
+        over = self.counts.bytes_written + begun + expected >= self._disk
+        if over:
+            self._report_full()
+        return over
+
+    def _report_full(self) -> None:
+        if not self._disk_full:
             self._disk_full = True
             with contextlib.suppress(Exception):
-                self._on_limit(f"limits.disk: {self._disk} bytes are used up; what comes now is dropped and counted")
-        return over
+                self._on_limit(f"limits.disk: {self._disk} bytes are used up; further records are dropped and counted")
 
     def _run(self) -> None:
         begun: list[_Begun] = []
@@ -175,26 +232,35 @@ class Writer:
                 begun = []
 
     def _begin(self, batch: Batch, size: int, begun: int) -> _Begun:
-        """Write a batch; large ones but for their way to the disk."""
+        """Write a batch; a large one is not synced yet."""
         found = _Begun(batch, size)
         if self._faulted or self._over_limit(batch, begun):
             return found
+        # Sizes are only expected before a batch is written: the directory holds it to what is really left.
+        left = None if self._disk is None else self._disk - self.counts.bytes_written - begun
+        self._directory.allow(left)
         try:
-            if is_large(batch):
+            if batch.large:
                 found.file = batch.begin(self._directory, self._identity)
                 found.written = found.file.size
             else:
                 found.written = batch.write(self._directory, self._identity)
             found.lost = False
+        except OverAllowance:
+            self._report_full()
+            # Files of the batch that were complete before the one that did not fit.
+            found.written = (left or 0) - (self._directory.allowance or 0)
         except BaseException as error:
             self._fault(error)
+        finally:
+            self._directory.allow(None)
         return found
 
     def _go_on(self, begun: list[_Begun]) -> bool:
-        """Whether the next batch is one that can go to the disk together with these."""
+        """True if the next batch can be synced together with these."""
         with self._changed:
             room = begun[-1].file is not None and len(begun) < _TOGETHER
-            return room and bool(self._queue) and is_large(self._queue[0][0])
+            return room and bool(self._queue) and self._queue[0][0].large
 
     def _finish(self, begun: list[_Begun]) -> None:
         files = [one.file for one in begun if one.file is not None]
@@ -208,6 +274,7 @@ class Writer:
             for one in begun:
                 if one.lost:
                     self._drop(one.batch)
+                    self.counts.bytes_written += one.written if one.file is None else 0
                 else:
                     self._count(one.batch, one.written)
                 self._held_bytes -= one.size
@@ -215,7 +282,7 @@ class Writer:
 
     def _fault(self, error: BaseException) -> None:
         self._faulted = True
-        with contextlib.suppress(Exception):  # the messenger's own fault must not end this thread
+        with contextlib.suppress(Exception):  # a failing callback must not end this thread
             self._on_fault(error)
 
     def _count(self, batch: Batch, written: int) -> None:

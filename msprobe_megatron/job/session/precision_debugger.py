@@ -1,8 +1,8 @@
-"""`PrecisionDebugger`: msprobe's own calls (start, stop, step, save), for scripts that are written for it.
+"""`PrecisionDebugger`: msprobe's own API (start, stop, step, save), for scripts that are written for it.
 
-A thin driver of a `Session`: between `start` and `stop` the calls are recorded, `step` ends the step. Needs no
-Megatron; under Megatron the schedule still tells microbatches and stages. Also the oldest form, with `hook_name` and
-`configure_hook`.
+A thin driver of a `Session`: calls between `start` and `stop` are recorded, `step` ends the step. Needs no Megatron;
+under Megatron, microbatches and stages still come from the schedule. Also the oldest form of the API, with `hook_name`
+and `configure_hook`.
 """
 
 from __future__ import annotations
@@ -16,66 +16,57 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from msprobe_megatron.config import ConfigError, ProbeConfig, from_document
-from msprobe_megatron.config.debugger_arguments import configured, oldest_form, with_arguments
 from msprobe_megatron.config.document import read_document
-from msprobe_megatron.saving import save
-from msprobe_megatron.seeding import seed_all
-from msprobe_megatron.session import Session
+from msprobe_megatron.config.msprobe.debugger_arguments import configured, oldest_form, with_arguments
+from msprobe_megatron.job.session.save import save
+from msprobe_megatron.job.session.seed_all import seed_all
+from msprobe_megatron.job.session.session import Session
+from msprobe_megatron.job.session.steps import State
 from msprobe_megatron.topology import coordinates
 
-_NOT_NOW = -1
+_NO_STEP = -1
 
 
 class _HandDriven(Session):
-    """A session whose steps begin and end when told, and not with the first call of the model."""
+    """A session whose steps begin and end by `start` and `step`, not with the first call of the model."""
 
-    going = False
+    running = False
 
-    def go(self, *, begin: bool) -> None:
-        """Record from here on; `begin` a step by hand if none is being recorded."""
-        self.going = True
-        if self._recording:
-            self._tell("resume")
+    def resume(self, *, begin: bool) -> None:
+        """Record from here on; `begin` starts a step if none is being recorded."""
+        self.running = True
+        if self.state is State.RECORDING:
+            self._notify(self.features.resume)
         elif begin:
-            self._open = False
+            if self.state is State.IN_STEP:  # it began before `start`, and was not recorded
+                self._move(State.IDLE)
             self.schedule_begin("PrecisionDebugger", None)
             self.in_schedule = False
 
-    def rest(self) -> None:
-        """Record no more of this step, unless told to go on."""
-        self.going = False
-        self._tell("pause")
+    def pause(self) -> None:
+        """Stop recording this step until `resume`."""
+        self.running = False
+        self._notify(self.features.pause)
 
     def forward_begin(self, model: nn.Module) -> None:
         """Each call of the model is a microbatch."""
-        if self.going and not self.in_schedule:
+        if self.running and not self.in_schedule:
             self.microbatch_begin(model, None, [])
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def outside_step(self) -> Iterator[None]:
         """Calls without gradients count like others: inference can be recorded too."""
         self.forward_begin(self._chunks[0])
         yield
 
 
 class PrecisionDebugger:
-    """One debugger a process: a second one is the first. Every call may be made on the class as well.
-
-    Example::
-
-        debugger = PrecisionDebugger(config_path="config.json")
-        for batch in loader:
-            debugger.start(model)
-            model(batch).sum().backward()
-            optimizer.step()
-            debugger.stop()
-            debugger.step()
-    """
+    """A singleton: a second one is the first. Every method may be called on the class as well."""
 
     _only: ClassVar[PrecisionDebugger | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PrecisionDebugger:
-        """The one of this process."""
+        """The debugger of this process; the arguments of the first call count."""
         if cls._only is None:
             made = super().__new__(cls)
             made._set_up(*args, **kwargs)
@@ -112,13 +103,7 @@ class PrecisionDebugger:
 
     @classmethod
     def configure_hook(cls, mode: str = "api_stack", **options: Any) -> None:
-        """The oldest form's second half: which calls, and with `summary_only` only their statistics.
-
-        Example::
-
-            debugger = PrecisionDebugger(dump_path="./dump", hook_name="dump", rank=0)
-            debugger.configure_hook(mode="api_stack", summary_only=True)
-        """
+        """Second call of the oldest form of the API: which calls, and with `summary_only` only their statistics."""
         self = cls._made()
         if not self._oldest:
             raise ConfigError(
@@ -142,23 +127,23 @@ class PrecisionDebugger:
             self._attach(model)
         if self._session is not None and not self._running:
             self._running = True
-            self._session.go(begin=self._by_hand)
+            self._session.resume(begin=self._by_hand)
 
     @classmethod
     def stop(cls) -> None:
-        """Record no more; another `start` in the same step goes on with it."""
+        """Stop recording; another `start` in the same step continues it."""
         self = cls._made()
         if self._session is not None and self._running:
             self._running = False
-            self._session.rest()
+            self._session.pause()
 
     @classmethod
     def step(cls) -> None:
-        """The step is over: write it, and count on."""
+        """End the step: write it and increment the step number."""
         self = cls._made()
         self._running = False
         if self._session is not None:
-            self._session.going = False
+            self._session.running = False
             if self._collected:
                 self._session.optimizer_end()
             else:
@@ -177,7 +162,7 @@ class PrecisionDebugger:
 
     @classmethod
     def set_init_step(cls, step: int) -> None:
-        """Number of the coming step, where training was resumed."""
+        """Set the number of the next step, for training that was resumed."""
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"set_init_step: {step!r} is not a step; accepted: a whole number from 0 up")
         self = cls._made()
@@ -187,7 +172,7 @@ class PrecisionDebugger:
 
     @classmethod
     def close(cls) -> None:
-        """Write what is left and forget the debugger; the next one is a new one. Also done when the process ends."""
+        """Write what is left and drop the singleton. Also done when the process ends."""
         self, cls._only = cls._only, None
         if self is not None and self._session is not None:
             self._session.close()
@@ -197,7 +182,7 @@ class PrecisionDebugger:
     @classmethod
     def _made(cls) -> PrecisionDebugger:
         if cls._only is None:
-            raise ConfigError("PrecisionDebugger: there is none yet; make one first: PrecisionDebugger(config_path=…)")
+            raise ConfigError("PrecisionDebugger: not created yet; call PrecisionDebugger(config_path=…) first")
         return cls._only
 
     def _attach(self, model: nn.Module | Sequence[nn.Module] | None) -> None:
@@ -207,16 +192,16 @@ class PrecisionDebugger:
             raise ConfigError(
                 f"{self._source}: level {dump.level} needs start(model); accepted: a module or a list of them"
             )
-        # With Megatron's schedules a step begins where they do, and microbatches are theirs.
+        # Megatron's schedules begin a step themselves, and count its microbatches.
         self._by_hand = not chunks or coordinates.parallel_state() is None
         self._session = _HandDriven(chunks, None, self._config, step=self._coming)
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
 
     def _coming(self) -> int:
-        return self._first + self._steps if self._running else _NOT_NOW
+        return self._first + self._steps if self._running else _NO_STEP
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Weights and gradients as the first optimizer of the step is about to use them."""
+        """Collect weights and gradients as the first optimizer of the step is about to use them."""
         if self._session is not None and self._running and self._by_hand and not self._collected:
             self._collected = True
             self._session.optimizer_begin()

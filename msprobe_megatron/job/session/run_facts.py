@@ -1,7 +1,7 @@
-"""What a run writes about itself: run.json once, and one small file a rank.
+"""Metadata of a run: run.json once, and one small file per rank.
 
-No rank waits for another. Rank 0 writes what it knows at the start, and at the end adds what the other ranks have
-left in their own files by then; readers do the same merge, so that a job that was killed is complete too.
+No rank waits for another. Rank 0 writes what it knows at the start, every rank its own file at the start and at the
+end; readers merge them, so that the run of a job that was killed is complete too.
 """
 
 from __future__ import annotations
@@ -13,25 +13,33 @@ from typing import Any
 
 from torch import nn
 
-from msprobe_megatron.config import ProbeConfig, StepSelection
-from msprobe_megatron.topology import host, names, provenance
-from msprobe_megatron.topology.activations import ChunkLayout
-from msprobe_megatron.topology.blind_spots import compiled, reducers, unseen, untried
+from msprobe_megatron.config import ProbeConfig
+from msprobe_megatron.topology import names
 from msprobe_megatron.topology.coordinates import Coordinates, all_ranks
+from msprobe_megatron.topology.host import framework, provenance
+from msprobe_megatron.topology.host.blind_spots import compiled, reducers, unseen, untried
+from msprobe_megatron.topology.host.constants import module_constants
+from msprobe_megatron.topology.host.effective import effective_settings
 from msprobe_megatron.topology.layers import layer_of
+from msprobe_megatron.topology.shards_of.activations import ChunkLayout
 
 FORMAT = 1
 
 
 def run_facts(
-    config: ProbeConfig, where: Coordinates, chunks: Sequence[nn.Module], arguments: Any, tag: str | None
+    config: ProbeConfig,
+    where: Coordinates,
+    chunks: Sequence[nn.Module],
+    arguments: Any,
+    tag: str | None,
+    optimizer: Any = None,
 ) -> dict[str, Any]:
     """Contents of run.json at the start of a run."""
     if arguments is None:
-        arguments = host.megatron_arguments()
+        arguments = framework.megatron_arguments()
     table = all_ranks(where)
     model_config = getattr(names.unwrap(chunks[0]), "config", None) if chunks else None
-    versions = host.versions()
+    versions = framework.versions()
     release = versions.get("megatron-core")
     return {
         "format": FORMAT,
@@ -49,13 +57,22 @@ def run_facts(
         "recompute": _recompute(model_config),
         "unseen": [*unseen(arguments, model_config), *untried(release), *compiled(chunks), *reducers(chunks)],
         "seed": getattr(arguments, "seed", None),
-        "arguments": host.plain(arguments) if arguments is not None else {},
+        "arguments": framework.plain(arguments) if arguments is not None else {},
+        "effective": _effective(chunks, optimizer),
         "probe": {"file": config.source, "content": config.raw, "notes": list(config.notes)},
     }
 
 
+def _effective(chunks: Sequence[nn.Module], optimizer: Any) -> dict[str, Any]:
+    """The configuration objects; those of a stranger's model may raise, which must not cost the run its facts."""
+    try:
+        return effective_settings(chunks, optimizer)
+    except Exception as error:
+        return {"problem": f"{type(error).__name__}: {error}"[:200]}
+
+
 def gradient_scale(where: Coordinates, model_config: Any) -> float | None:
-    """Factor between the activation gradients of this layout and those of the mean loss over the global batch.
+    """Ratio of the activation gradients of this layout to those of the mean loss over the global batch.
 
     Each data-parallel rank averages over its own samples (and each context-parallel rank over its own tokens), and
     the factor is taken out only when weight gradients are averaged. None when gradients are summed per token
@@ -74,17 +91,21 @@ def _recompute(model_config: Any) -> dict[str, Any]:
 def rank_facts(
     config: ProbeConfig, where: Coordinates, chunks: Sequence[nn.Module], closed: bool, ledger: dict[str, Any]
 ) -> dict[str, Any]:
-    """Contents of this rank's own file, at the start and at the end; readers see from it which ranks disagree."""
+    """Contents of this rank's own file, at the start and at the end; readers compare it between ranks."""
     probe = hashlib.sha256(repr(config.raw).encode()).hexdigest()[:16]
-    own = {"versions": host.versions(), "probe": probe, "clock": int(time.time())}
+    own = {"versions": framework.versions(), "probe": probe, "clock": int(time.time())}
     return {
-        **{"coordinates": where.as_dict(), "chunks": chunk_facts(chunks), "own": own},
-        **{"closed": closed, "ledger": ledger},
+        "coordinates": where.as_dict(),
+        "chunks": chunk_facts(chunks),
+        "own": own,
+        "constants": module_constants(chunks),
+        "closed": closed,
+        "ledger": ledger,
     }
 
 
 def chunk_facts(chunks: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """Which layers and ends of the model each chunk of this rank holds."""
+    """The layers of each chunk of this rank, and whether it has the first or last stage of the model."""
     found = []
     for index, chunk in enumerate(chunks):
         layers = sorted({n for entry in names.modules(chunk) if (n := layer_of(entry.name)) is not None})
@@ -98,23 +119,4 @@ def chunk_facts(chunks: Sequence[nn.Module]) -> list[dict[str, Any]]:
                 "last": layout.post_process,
             }
         )
-    return found
-
-
-def missing_steps(asked: StepSelection, recorded: Sequence[int], last: int, *, selects_nothing: bool) -> list[str]:
-    """What was asked and did not happen on a rank whose last step was `last`, in words for the user.
-
-    Example::
-
-        missing_steps(parse_steps("1,40"), [1], 3, selects_nothing=False)
-        # ["step 40 was asked for and never reached; last step was 3"]
-    """
-    found = []
-    following = asked.next_from(max(recorded) + 1) if recorded else None
-    if not recorded:
-        found.append(f"no step was recorded; asked: {asked.describe()}, last step was {last}")
-    elif following is not None and asked.is_finite:
-        found.append(f"step {following} was asked for and never reached; last step was {last}")
-    if selects_nothing:
-        found.append("no module or parameter of this rank is selected")
     return found

@@ -1,6 +1,6 @@
-"""`seed_all`: the same random numbers and deterministic kernels in two runs, when the user asks for it.
+"""`seed_all`: the same random numbers and deterministic kernels in two runs, on explicit request only.
 
-The one place of the kit that touches random generators; nothing else calls it.
+The only place of the kit that touches random generators; nothing else calls it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,9 @@ _LARGEST_SEED = 2**32 - 1
 def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False, is_enhanced: bool = False) -> None:
     """Seed Python, NumPy and torch on all devices and ask for deterministic kernels.
 
-    ``mode`` also refuses operators that have no deterministic form; ``rm_dropout`` makes every functional dropout keep
-    all it is given. Megatron's own generators for tensor parallelism are seeded by Megatron (``--seed``). Raises
-    `TypeError` or `ValueError` for what is not such a value.
-
-    Example::
-
-        seed_all(1234, mode=True)
+    ``mode`` also refuses operators that have no deterministic form; ``rm_dropout`` turns every functional dropout into
+    the identity. Megatron's own generators for tensor parallelism are seeded by Megatron (``--seed``). Raises
+    `TypeError` or `ValueError` for an invalid argument.
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed: {seed!r} is not a whole number; accepted: 0..{_LARGEST_SEED}")
@@ -53,15 +49,15 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False, is_
     if rm_dropout:
         for name in _DROPOUTS:
             if hasattr(functional, name):
-                setattr(functional, name, _keeping_all(getattr(functional, name)))
+                setattr(functional, name, _without_dropout(getattr(functional, name)))
 
 
-def _keeping_all(original: Callable[..., Any]) -> Callable[..., Any]:
-    if getattr(original, "__msprobe_keeps__", False):
+def _without_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
+    if getattr(original, "__msprobe_no_dropout__", False):
         return original
 
     def dropout(input: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  (torch's own name)
         return original(input, 0.0, *args, **kwargs)
 
-    dropout.__msprobe_keeps__ = True  # type: ignore[attr-defined]
+    dropout.__msprobe_no_dropout__ = True  # type: ignore[attr-defined]
     return dropout

@@ -1,48 +1,51 @@
-"""The life of one armed job: attach, the clock driven by the schedule, recorded steps, faults, close.
+"""One probed job: `attach`, which every integration and the launch path end in, set-up, sleep, the end, the ledger.
 
-The session stands above everything else: it wires sites to probes and probes to the writer, and it is what the
-patches talk to. Between recorded steps it keeps two wrappers (schedule and `optimizer.step`) that compare one
-integer; hooks and all other patches exist only while a step is recorded.
+What happens in between, step by step, is in `steps`. Between recorded steps a session keeps two wrappers (schedule and
+`optimizer.step`) that compare one integer; hooks exist only while a step is recorded.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from msprobe_megatron import facts, native
-from msprobe_megatron.all_the_time import AllTheTime
-from msprobe_megatron.clock import Clock, Moment
-from msprobe_megatron.config import ProbeConfig
-from msprobe_megatron.control import Control
-from msprobe_megatron.dispatch import DISPATCHER
-from msprobe_megatron.dumping import Dumping
-from msprobe_megatron.fault_guard import REFUSALS, FaultGuard, alone, guarded
-from msprobe_megatron.parts import NEVER, Job, Parts
-from msprobe_megatron.parts_asked import make_parts
-from msprobe_megatron.record.directory import RunDirectory
-from msprobe_megatron.record.writer import Writer
-from msprobe_megatron.step_numbers import StepNumbers
-from msprobe_megatron.topology import coordinates, host, names
-from msprobe_megatron.voice import Voice, last_line
-from msprobe_megatron.while_recording import WhileRecording
+from msprobe_megatron.config import ConfigError, ProbeConfig, load
+from msprobe_megatron.config.flags import Flags, from_command_line
+from msprobe_megatron.job.clock import Clock
+from msprobe_megatron.job.control import Control
+from msprobe_megatron.job.features.alerts.feature import AlertsFeature
+from msprobe_megatron.job.features.checks.feature import ChecksFeature
+from msprobe_megatron.job.features.checks.gradient_products import GradientProductFeature
+from msprobe_megatron.job.features.checks.update_samples import UpdateSampleFeature
+from msprobe_megatron.job.features.dump.feature import DumpFeature
+from msprobe_megatron.job.features.feature import Feature, Features, JobContext, Seen
+from msprobe_megatron.job.features.monitor.feature import MonitorFeature
+from msprobe_megatron.job.features.monitor.live_curves import LiveCurves
+from msprobe_megatron.job.features.perturb.feature import PerturbFeature
+from msprobe_megatron.job.features.recorder.feature import RecorderFeature
+from msprobe_megatron.job.measure import native
+from msprobe_megatron.job.messages import Messages, last_line
+from msprobe_megatron.job.record.writer import Writer
+from msprobe_megatron.job.session import run_facts
+from msprobe_megatron.job.session.faults import REFUSALS, FaultGuard, exclusive, guarded
+from msprobe_megatron.job.session.passes import PassEvents
+from msprobe_megatron.job.session.patch_scopes import ROUTER, SessionPatches, StepPatches
+from msprobe_megatron.job.session.steps import Lifecycle, State, StepCounter
+from msprobe_megatron.run_directory.directory import RunDirectory
+from msprobe_megatron.topology import coordinates, names
+from msprobe_megatron.topology.expert_grid import placed
 
 
-class Session:
-    """One armed model. Made by `attach`; ends with `close` or with the process.
-
-    Example::
-
-        session = attach(chunks, optimizer, "probe.yaml")
-        ...
-        session.close()
-    """
+class Session(PassEvents):
+    """One probed model. Made by `attach`; ends with `close` or with the process."""
 
     def __init__(
         self,
@@ -55,340 +58,164 @@ class Session:
         arguments: Any = None,
         groups: Any = None,
     ) -> None:
-        self.config, self.clock = config, Clock()
-        self.where = coordinates.current() if groups is None else coordinates.from_groups(groups)
+        # Two models of a process may begin at different steps.
+        self.config = config = replace(config, steps=config.steps.anew())
+        self.clock = Clock()
+        self.where = _place(chunks, groups)
         config.ranks.check(self.where.world, self.where.sizes())
         self.selected = config.ranks.selects(self.where.rank, self.where.position())
-        self.closed, self._steps = False, 0
-        self._chunks, self._optimizer = list(chunks), optimizer
+        self._lifecycle = Lifecycle(State.IDLE if self.selected else State.SLEEPING)
+        self._steps, self._recorded = StepCounter(step), 0
+        self.forward_only, self._by_hand = config.forward_passes != "off", config.forward_passes == "step"
+        # An optimizer beside forward-only passes says that calls with gradients are training; it ends no step.
+        self._chunks, self._optimizer = list(chunks), None if self.forward_only else optimizer
+        self._trained_by = optimizer
         self._chunk_of = {id(m): i for i, chunk in enumerate(chunks) for m in (chunk, names.unwrap(chunk))}
-        self._numbers = StepNumbers(step)
-        self._open = self._recording = self.in_schedule = False
-        self._schedules: set[str] = set()
-        self._next = NEVER
-        output = Path(config.output) / tag if tag else Path(config.output)
-        self.directory = RunDirectory.create(output)
-        self.voice = Voice(self.directory, self.where.rank)
-        self.faults = self.voice.faults
-        self._guard = FaultGuard(self.voice, config.strict)
+        self._schedules, self._stops = set(), []
+        self.directory = RunDirectory.create(_output(config, tag))
+        self.messages = Messages(self.directory, self.where.rank)
+        self.faults = self.messages.faults
+        self._guard = FaultGuard(self.messages, config.strict)
         if self.selected or self.where.rank == 0:
             # Before anything is written: a directory that holds a run is refused, never mixed.
             self.directory.claim_rank(self.where.rank, coordinates.job_identity(self.where.world))
-        self.parts = Parts([])
+        self.features = Features([])
         try:
-            self._arm(arguments, tag)
+            self._set_up(arguments, tag)
         except REFUSALS:
             raise
-        except Exception as error:  # a fault of the kit, not of what was asked
+        except Exception as error:  # an error of the kit, not of the probe file
             self._guard.take(error, "attach")
             self.close()
 
-    def _arm(self, arguments: Any, tag: str | None) -> None:
-        config = self.config
+    def _set_up(self, arguments: Any, tag: str | None) -> None:
+        config, report = self.config, self.messages.report
         if self.where.rank == 0:
-            run = facts.run_facts(config, self.where, self._chunks, arguments, tag)
+            run = run_facts.run_facts(config, self.where, self._chunks, arguments, tag, self._trained_by)
             self.directory.write_json("run.json", run)
             for text in run["unseen"]:
-                self.voice.say(text, "unseen")
+                report(text, "unseen")
         if not self.selected:
             return
-        native.load(tell=self.voice.tell)
-        identity, disk = {"rank": self.where.rank, **self.where.position()}, config.limits.disk
+        native.load(tell=self.messages.log)
+        disk = config.limits.disk
         self.writer = Writer(
             self.directory,
-            identity,
+            {"rank": self.where.rank, **self.where.position()},
             config.limits.host_memory // 2,
             lambda error: self.fault(error, "writer"),
             disk_bytes=None if disk is None else disk // self.where.world,
-            on_limit=lambda text: self.voice.say(text, "drop"),
+            on_limit=lambda text: report(text, "drop"),
         )
         plain = coordinates.parallel_state() is None
-        self._while_recording = WhileRecording(self, plain=plain)
-        self._all_the_time = AllTheTime(self, self._chunks, self._chunk_of, self._optimizer, plain=plain)
-        self._control = Control(self.directory.path, self.where, config.ranks, self.voice.say)
-        model = (self._chunks, self._optimizer, self.clock, self.where, self.directory)
-        said = (self.fault, self.writer.submit, self.voice.say)
-        job = Job(config, *model, *said, request=self._control.request, arguments=arguments)
-        self.parts = Parts(make_parts(job))
-        self._leave_ledger()
-        self._all_the_time.apply()
-        self._next = self.parts.next_from(0)
+        self._step_patches = StepPatches(self, plain=plain)
+        self._session_patches = SessionPatches(
+            self, self._chunks, self._chunk_of, self._trained_by, plain=plain, forward_only=self.forward_only
+        )
+        self._control = Control(self.directory.path, self.where, config.ranks, report)
+        job = JobContext(
+            config=config,
+            chunks=self._chunks,
+            optimizer=self._optimizer,
+            clock=self.clock,
+            where=self.where,
+            directory=self.directory,
+            fault=self.fault,
+            submit=self.writer.submit,
+            say=report,
+            request=self._control.request,
+            arguments=arguments,
+        )
+        self.features = Features(make_features(job))
+        self._write_ledger()
+        self._session_patches.apply()
+        self._next_step = self.features.next_from(0)
         atexit.register(self.close)
-        self.voice.tell(f"{self.parts.describe()} into {self.directory.path}")
+        self.messages.log(f"{self.features.describe()} into {self.directory.path}")
 
-    # What the patches tell.
-
-    @guarded
-    def session_of(self, model: Any) -> Session | None:
-        """The session itself, if `model` is one of its chunks."""
-        return self if self._index_of(model) is not None else None
-
-    def _index_of(self, model: Any) -> int | None:
-        found = self._chunk_of.get(id(model))
-        if found is None and isinstance(model, nn.Module):
-            found = self._chunk_of.get(id(names.unwrap(model)))
-        return found
-
-    def schedule_begin(self, schedule: str, num_microbatches: int | None) -> None:
-        """A training schedule starts: the first one of a step begins the step."""
-        self.in_schedule = True
-        if self._open:
-            self._go_on(num_microbatches)
-            return
-        self._open = True
-        step = self._coming()
-        if step is None or step < self._next or self.closed:
-            return
-        self._start(step, schedule)
-
-    @guarded
-    def _coming(self) -> int | None:
-        step = self.voice.step = self._numbers.coming()
-        if self._control.tell(step, self.parts.obey) and not self._guard.first:
-            self._next = self.parts.next_from(step)
-        return step
-
-    @guarded
-    def _start(self, step: int, schedule: str) -> None:
-        if self._next < 0:
-            self._next = NEVER
-            self._rest(self.parts.remove)
-            return
-        if not self.parts.choose(step):
-            self._next = self.parts.next_from(step)
-            return
-        self.clock.start_step(step)
-        self._calls = [0] * len(self._chunks)
-        self._schedules.add(schedule)
-        self._while_recording.apply(memory=self.parts.watch_memory)
-        self.parts.tell("begin")
-        self._recording = True
-
-    @guarded
-    def _go_on(self, num_microbatches: int | None) -> None:
-        if not host.rerunning():
-            # Gradient accumulation by hand: one step, its microbatches go on counting.
-            self.clock.offset += num_microbatches or 0
-        elif self._recording:
-            # Megatron repeats the step to see whether it gives the same; the first attempt is the record.
-            self.parts.tell("remove")
-            self._while_recording.revert()
-
-    def schedule_failed(self) -> None:
-        """The schedule raised: keep what was seen up to here."""
-        self._guard.others_stopped()
-        if self._recording:
-            self._finish(complete=False)
-
-    def schedule_end(self) -> None:
-        """The schedule returned; without an optimizer the step ends here."""
-        self.in_schedule = False
-        self._tell("calls_end")
-        if self._optimizer is None:
-            self.optimizer_begin()
-            self.optimizer_end()
-
-    @guarded
-    def microbatch_begin(self, model: Any, microbatch: int | None, store: list[Any]) -> None:
-        """The forward of a microbatch starts on a chunk."""
-        if not self._recording:
-            return
-        chunk = self._index_of(model) or 0
-        number = self._calls[chunk] if microbatch is None else microbatch
-        self._calls[chunk] += 1
-        self.clock.moment = Moment(self.clock.offset + number, chunk)
-        self._stored = len(store)
-        self.parts.tell("microbatch", self.clock.moment)
-
-    @guarded
-    def microbatch_end(self, store: list[Any]) -> None:
-        """The forward of a microbatch has ended; a last stage has stored what the loss function reported."""
-        if self._recording and len(store) > self._stored:
-            self.parts.tell("reported", store[-1], self.clock.moment)
-
-    @alone
-    def forward_begin(self, model: nn.Module) -> None:
-        """A plain loop calls the model: the first call of a step begins it, each call is a microbatch."""
-        if self.in_schedule:
-            return
-        if not self._open:
-            self.schedule_begin("plain loop", None)
-            self.in_schedule = False
-        self.microbatch_begin(model, None, [])
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """While the model runs without gradients: an evaluation in the middle of a step is not of the step."""
-        self._tell("pause")
-        try:
-            yield
-        finally:
-            self._tell("resume")
-
-    @alone
-    def _tell(self, what: str) -> None:
-        if self._recording:
-            try:
-                self.parts.tell(what)
-            except Exception as error:
-                self.fault(error, what)
-
-    def step(self) -> None:
-        """End the step by hand, where no optimizer was given or its step was skipped; else it changes nothing.
-
-        Example::
-
-            loss.backward(); reduce(model); session.step()
-        """
-        if self._open:
-            if self._optimizer is None:
-                self.optimizer_begin()
-            self.optimizer_end()
-
-    def moment(self) -> Moment:
-        """Microbatch and chunk of the forward that is running."""
-        return self.clock.moment
-
-    @contextmanager
-    def recomputing(self, moment: Moment | None) -> Iterator[None]:
-        """While a checkpoint repeats a forward; what it computes is measured anew."""
-        self.memory_changed()
-        with self.clock.recomputing(moment):
-            yield
-        self.memory_changed()
-
-    @guarded
-    def memory_changed(self) -> None:
-        """Tensors may have changed without their version counters telling."""
-        self.parts.memory_changed()
-
-    def optimizer_begin(self) -> None:
-        """The outermost optimizer is about to step."""
-        self._tell("before_optimizer")
-
-    @alone
-    def optimizer_end(self, result: Any = None) -> None:
-        """The optimizer has stepped and returned `result`: the step is over."""
-        if not self._open and not self.closed:
-            self._no_schedule_seen()
-        self._open = False
-        self._numbers.passed()
-        if self._recording:
-            self._finish(complete=True, result=result)
-
-    @guarded
-    def _no_schedule_seen(self) -> None:
-        lost = DISPATCHER.verify()
-        if lost:
-            self.voice.say(f"other code had overwritten {', '.join(lost)}; bound again", "overridden")
-
-    @guarded
-    def _finish(self, complete: bool, result: Any = None) -> None:
-        if complete:
-            self.parts.tell("after_optimizer", result)
-        self._recording = False
-        self.parts.finish(complete)
-        self._steps += 1
-        if not self._guard.first:
-            self._next = self.parts.next_from(self.clock.step + 1)
-        if self._next != self.clock.step + 1:
-            # Between two recorded steps nothing is taken away only to be put back.
-            self._while_recording.revert()
-
-    # Faults and the end.
-
-    def fault(self, error: BaseException, where: str) -> None:
-        """Disarm: a fault of the kit never stops or alters training, unless `strict` asks for it."""
-        # When the next step begins, the thread that trains takes away what other threads and running calls cannot.
-        self._next = -1
-        if self._guard.take(error, where):  # between steps there is no call that our hooks could be missing from
-            self._rest(self.parts.silence if self._recording else self.parts.remove, error)
-
-    def _rest(self, quiet: Callable[[], None], error: BaseException | None = None) -> None:
-        self._recording = False
-        try:
-            quiet()
-            self._while_recording.revert()
-        except Exception as another:  # the original fault is the one to report
-            self.faults.append(f"disarm: {another}")
-        if not self.closed:
-            self._guard.stop(error)
+    # The end.
 
     def leave(self) -> None:
-        """In a forked child: see nothing any more, and leave the files to the parent."""
-        self.closed, self._next, self._recording = True, NEVER, False
-        self._guard.forked()
-        self.parts.remove()
-        self._while_recording.revert()
+        """In a forked child: observe nothing any more, and leave the files to the parent."""
+        self._lifecycle = Lifecycle(State.CLOSED)  # a new one: another thread of the parent may hold the lock
+        self._guard.after_fork()
+        self.features.remove()
+        self._step_patches.revert()
 
     def close(self) -> None:
-        """Write what is left, put everything back, leave the ledger. Safe to call twice."""
-        if self.closed:
+        """Write what is left, restore everything, write the ledger. Idempotent."""
+        with self._guard.step_lock:
+            before = self._move(State.CLOSED)
+        if before is State.CLOSED or not self.selected:
             return
-        self.closed = True
-        if self.selected:
-            atexit.unregister(self.close)
-            for last in (self.sleep, *[part.close for part in self.parts.all], self._write_rest, self._leave_ledger):
-                try:
-                    last()
-                except Exception as error:
-                    self.fault(error, "close")
-            self._guard.stop()
+        atexit.unregister(self.close)
+        last_calls = [feature.close for feature in self.features.all]
+        for call in (lambda: self._detach(before), *last_calls, self._write_rest, self._write_ledger):
+            try:
+                call()
+            except Exception as error:
+                self.fault(error, "close")
+        self._guard.raise_if_strict()
 
-    @alone
     @guarded
     def sleep(self) -> None:
         """Take everything off the model until `wake`: steps between are not seen, nor counted if no host counts."""
-        if not self.selected:
-            return
-        if self._recording:
-            self._finish(complete=False)
-        if self._open:  # what is left of the step goes by unseen
-            self._numbers.passed()
-        self._open = self.in_schedule = False
-        self.parts.remove()
-        self._while_recording.revert()
-        self._all_the_time.revert()
+        if self.selected:
+            with self._guard.step_lock:
+                self._detach(self._move(State.SLEEPING))
+
+    @exclusive
+    @guarded
+    def _detach(self, before: State) -> None:
+        if before is State.RECORDING:
+            self._tell_stop(None)
+            self._finish(self.state, complete=False)
+        if before in (State.IN_STEP, State.RECORDING):  # the rest of the step is not seen
+            self._steps.end()
+        self.in_schedule = False
+        self.features.remove()
+        self._step_patches.revert()
+        self._session_patches.revert()
 
     def wake(self) -> None:
-        """Put it back on. A session is made awake; one that is closed stays asleep.
-
-        Example::
-
-            session.sleep(); tune(model, optimizer); session.wake()
-        """
+        """Undo `sleep`; does nothing once the session is closed."""
         if self.selected and not self.closed:
-            self._all_the_time.apply()
+            if self.state is State.SLEEPING:
+                self._move(State.IDLE)
+            self._session_patches.apply()
 
     def _write_rest(self) -> None:
         self.writer.close()
         for text in self.not_happened():
-            self.voice.say(text, "not_happened")
-        self.voice.tell(last_line(self._steps, self.directory.path))
+            if text not in self._stops:
+                self.messages.report(text, "not_happened")
+        self.messages.log(last_line(self._recorded, self.directory.path))
 
     @property
     def steps_recorded(self) -> list[int]:
         """The steps that the dump has recorded on this rank."""
-        return next((part.steps for part in self.parts.all if isinstance(part, Dumping)), [])
+        return next((feature.steps for feature in self.features.all if isinstance(feature, DumpFeature)), [])
 
     def not_happened(self) -> list[str]:
-        """What was asked and did not happen, as far as this rank can know."""
-        return [text for part in self.parts.all for text in part.not_happened(self._numbers.last)]
+        """What was requested and did not happen, as far as this rank can know."""
+        seen = Seen(self._steps.first, self._steps.last)
+        missed = [text for feature in self.features.all for text in feature.not_happened(seen)]
+        return [*self._stops, *missed]
 
     def ledger(self) -> dict[str, Any]:
-        """What was asked, bound, fired and written on this rank."""
+        """What was requested, bound, fired and written on this rank."""
         return {
-            **self.parts.ledger(),
+            **self.features.ledger(),
             "asked": {"steps": self.config.steps.describe(), "ranks": self.config.ranks.describe()},
             "written": self.writer.counts.as_dict(),
             "schedules": sorted(self._schedules),
             "not_happened": self.not_happened() if self.closed else [],
             "faults": self.faults,
-            "patches": [*DISPATCHER.ledger(), *self._while_recording.ledger()],
+            "patches": [*ROUTER.ledger(), *self._step_patches.ledger()],
         }
 
-    def _leave_ledger(self) -> None:
-        found = facts.rank_facts(self.config, self.where, self._chunks, self.closed, self.ledger())
+    def _write_ledger(self) -> None:
+        found = run_facts.rank_facts(self.config, self.where, self._chunks, self.closed, self.ledger())
         self.directory.write_json(f"ranks/rank_{self.where.rank:05d}.json", found)
 
     def __enter__(self) -> Session:
@@ -398,3 +225,103 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_ATTACHED: WeakKeyDictionary[nn.Module, Session] = WeakKeyDictionary()
+
+
+def attach(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any = None,
+    config: ProbeConfig | Flags | str | Path | None = None,
+    *,
+    tag: str | None = None,
+    step: int | Callable[[], int] | None = None,
+    groups: Any = None,
+    arguments: Any = None,
+    forward_only: bool | None = None,
+) -> Session:
+    """Probe a model (one module or Megatron's list of chunks) and its outermost optimizer. No communication.
+
+    `tag` names a sub-directory of the output: each of several models in a process has its own. `step` is the number
+    of the first step, or a function that returns the number of the step that begins; by default Megatron's own
+    iteration, else a counter. `groups` gives the process groups where they are not Megatron's global ones: a mapping
+    or an object with any of tp, pp, dp, cp, ep. `forward_only` records passes without backward, each call of the model
+    as a step, whatever the probe file says. Raises `ConfigError` if the probe file does not fit the job.
+    """
+    if config is None:
+        config = from_command_line()
+    if isinstance(config, Flags):
+        config = config.load_config()
+    elif not isinstance(config, ProbeConfig):
+        config = load(config)
+    if forward_only is not None and forward_only != (config.forward_passes != "off"):
+        config = replace(config, forward_passes="call" if forward_only else "off")
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    # A script that attaches by itself and is started through `msprobe_megatron.run` is attached already.
+    known = _ATTACHED.get(names.unwrap(chunks[0])) if chunks else None
+    if known is not None and not known.closed and known.directory.path.resolve() == _output(config, tag).resolve():
+        return known
+    changes = _reproduced(chunks, optimizer, config, groups)
+    session = Session(chunks, optimizer, config, tag=tag, step=step, groups=groups, arguments=arguments)
+    for text in changes:
+        session.messages.log(f"reproduce: {text}")
+    if chunks:
+        _ATTACHED[names.unwrap(chunks[0])] = session
+    return session
+
+
+def _reproduced(chunks: Sequence[nn.Module], optimizer: Any, config: ProbeConfig, groups: Any) -> list[str]:
+    """Apply the `reproduce` section, before anything is observed; returns what was changed."""
+    if config.reproduce is None:
+        return []
+    from msprobe_megatron.job.features.reproduce import reproduce
+
+    return reproduce(chunks, optimizer, config.reproduce, _place(chunks, groups), config.source)
+
+
+def _place(chunks: Sequence[nn.Module], groups: Any) -> coordinates.Coordinates:
+    return placed(coordinates.current(), chunks) if groups is None else coordinates.from_groups(groups)
+
+
+def _output(config: ProbeConfig, tag: str | None) -> Path:
+    return Path(config.output) / tag if tag else Path(config.output)
+
+
+def make_features(job: JobContext) -> list[Feature]:
+    """The features that the probe file configures, bound to the model of `job`."""
+    config = job.config
+    features: list[Feature] = []
+    if config.replay is not None:
+        # Imported on demand: it reads a run directory, which nothing else does in training.
+        from msprobe_megatron.job.features.replay.feature import ReplayFeature
+
+        features.append(ReplayFeature(job, config.replay))
+    if config.dump is not None:
+        features.append(DumpFeature(job, config.dump))
+    # Before the monitor: its alerts write out what the recorder kept up to their step.
+    recorder = RecorderFeature(job, config.recorder) if config.recorder is not None else None
+    if recorder is not None:
+        features.append(recorder)
+    if config.monitor is not None:
+        features.append(MonitorFeature(job, config.monitor))
+        tensorboard = "tensorboard" in config.monitor.format
+        if tensorboard or "wandb" in sys.modules:
+            features.append(LiveCurves(job, tensorboard=tensorboard))
+    if config.perturb is not None:
+        features.append(PerturbFeature(job, config.perturb))
+    alerts = config.monitor.alerts if config.monitor is not None else ()
+    if alerts or config.checks is not None:
+        alerting = AlertsFeature(job, alerts, recorder.keep if recorder is not None else None)
+        features.append(alerting)
+        if config.checks is not None:
+            features.append(ChecksFeature(job, config.checks, alerting))
+            if config.checks.update and job.optimizer is not None:
+                features.append(UpdateSampleFeature(job, config.checks))
+            if config.checks.products and job.optimizer is not None:
+                features.append(GradientProductFeature(job, config.checks))
+    if not features:
+        raise ConfigError(
+            f"{config.source}: no section configures a feature; accepted: a section such as dump: {{level: L0}}"
+        )
+    return features

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from msprobe_megatron.bench.turns import Progress, Variants, Workload, silent
+from msprobe_megatron.lab.bench.clockwork.turns import Progress, Variants, Workload, silent
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,9 @@ class Bench(Protocol):
 
 
 def measured(workload: Workload, variants: Variants, options: Options) -> list[dict[str, Any]]:
-    """Measure a workload with its variants, in this process or in as many as the command line asks.
-
-    Example::
-
-        measured(WORKLOADS["h64"], {"L0": {"dump": {"level": "L0"}}}, options)
-    """
-    from msprobe_megatron.bench.processes import measure_in_processes
-    from msprobe_megatron.bench.turns import measure
+    """Measure a workload with its variants, in this process or in as many as the command line asks."""
+    from msprobe_megatron.lab.bench.clockwork.processes import measure_in_processes
+    from msprobe_megatron.lab.bench.clockwork.turns import measure
 
     if options.ranks and options.ranks > 1:
         return measure_in_processes(workload, variants, options.out, options.ranks, options.progress)

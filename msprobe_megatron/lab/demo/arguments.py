@@ -57,7 +57,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         >>> args.ffn_hidden_size, args.data_parallel_size
         (64, 1)
     """
-    from msprobe_megatron.demo.checks import complete
+    from msprobe_megatron.lab.demo.checks import complete
 
     parser = build_parser()
     args = parser.parse_args(list(argv))
@@ -69,7 +69,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def build_parser() -> Parser:
     """All flags; the kit's own come last, as they do in Megatron's parser."""
-    from msprobe_megatron.arguments import add_arguments
+    from msprobe_megatron.config.flags import add_arguments
 
     parser = Parser(
         prog=PROGRAM,
@@ -175,8 +175,8 @@ def _parallel(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--distributed-backend",
         default="nccl",
-        choices=["nccl", "gloo"],
-        help="gloo on CPU, whatever is asked",
+        choices=["nccl", "hccl", "gloo"],
+        help="gloo on CPU, whatever is asked; nccl means hccl on an NPU",
     )
     group.add_argument("--distributed-timeout-minutes", type=int, default=10)
 
@@ -191,6 +191,7 @@ def _moe(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--moe-router-load-balancing-type", default="aux_loss",
                        choices=["aux_loss", "seq_aux_loss", "sinkhorn", "none"])  # fmt: skip
     group.add_argument("--moe-aux-loss-coeff", type=float, default=0.0)
+    group.add_argument("--moe-expert-capacity-factor", type=float, help="drop tokens beyond it")
     group.add_argument("--moe-token-dispatcher-type", default="allgather", choices=["allgather", "alltoall"])
 
 
@@ -202,7 +203,8 @@ def _recompute(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--recompute-granularity", choices=["full", "selective"])
     group.add_argument("--recompute-method", choices=["uniform", "block"])
     group.add_argument("--recompute-num-layers", type=int)
-    group.add_argument("--recompute-modules", nargs="+", choices=["core_attn", "mlp", "moe"])
+    modules = ["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj", "shared_experts"]
+    group.add_argument("--recompute-modules", nargs="+", choices=modules)
     group.add_argument("--distribute-saved-activations", action="store_true")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 
-from msprobe_megatron.demo.arguments import UsageError
+from msprobe_megatron.lab.demo.arguments import UsageError
 
 _POSITIVE = """
 num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length
@@ -19,19 +19,14 @@ global_batch_size train_iters lr log_interval tensor_model_parallel_size pipelin
 context_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
 decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers recompute_num_layers num_experts
 expert_model_parallel_size expert_tensor_parallel_size moe_ffn_hidden_size moe_router_topk ddp_bucket_size
-loss_scale initial_loss_scale distributed_timeout_minutes
+moe_expert_capacity_factor loss_scale initial_loss_scale distributed_timeout_minutes
 """.split()  # noqa: SIM905
 _NOT_NEGATIVE = ("weight_decay", "clip_grad", "moe_aux_loss_coeff", "init_method_std")
 _FRACTIONS = ("attention_dropout", "hidden_dropout")
 
 
 def complete(args: Namespace, world_size: int) -> Namespace:
-    """Derive the dependent values and raise UsageError for the first rule that is broken.
-
-    Example::
-
-        args = complete(build_parser().parse_args(), world_size=4)
-    """
+    """Derive the dependent values and raise UsageError for the first rule that is broken."""
     args.world_size = world_size
     for check in (
         _ranges,
@@ -203,7 +198,7 @@ def _experts(args: Namespace) -> None:
     tp, ep = args.tensor_model_parallel_size, args.expert_model_parallel_size
     if args.num_experts is None:
         _require(ep == 1, f"--expert-model-parallel-size {ep} needs --num-experts")
-        for name in ("expert_tensor_parallel_size", "moe_ffn_hidden_size"):
+        for name in ("expert_tensor_parallel_size", "moe_ffn_hidden_size", "moe_expert_capacity_factor"):
             _require_with(args, name, False, "--num-experts")
         return
     args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from msprobe_megatron.demo.weights import generator
+from msprobe_megatron.lab.demo.weights import generator
 from msprobe_megatron.topology.coordinates import Coordinates
 from msprobe_megatron.topology.shards import ShardSpec, cut
 
@@ -44,13 +44,7 @@ def sample(seed: int, index: int, length: int, vocab_size: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Batches:
-    """What one rank reads.
-
-    Example::
-
-        batches = Batches(args, coordinates.current(), torch.device("cpu"))
-        tokens = next(batches.iteration(0))["tokens"]
-    """
+    """What one rank reads."""
 
     args: Namespace
     here: Coordinates

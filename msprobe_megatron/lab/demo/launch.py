@@ -1,11 +1,12 @@
 """Where the demo runs: device, process groups, seeds. Called by `pretrain_gpt` before a model exists.
 
-On a machine without an accelerator the CPU emulation is installed first, before anything imports Megatron;
-on a GPU Megatron runs as it is.
+On a machine without an accelerator the CPU emulation is installed first, before anything imports Megatron; on an NPU
+torch_npu's transfer_to_npu, because Megatron says cuda; on a GPU Megatron runs as it is.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from argparse import Namespace
@@ -14,28 +15,28 @@ from pathlib import Path
 
 import torch
 
-from msprobe_megatron import backends
-from msprobe_megatron.backends import BackendError
-from msprobe_megatron.demo.arguments import UsageError
+from msprobe_megatron.job import devices
+from msprobe_megatron.job.devices import BackendError
+from msprobe_megatron.job.devices.megatron_on_cpu import import_hook
+from msprobe_megatron.lab.demo.arguments import UsageError
 
 
 def prepare_device(args: Namespace, name: str) -> torch.device:
-    """Choose the device ("auto", "cpu", "cuda", "npu") and make it this process's own.
-
-    Example::
-
-        device = prepare_device(args, "auto")
-    """
+    """Choose the device ("auto", "cpu", "cuda", "npu") and make it this process's own."""
     try:
-        if backends.select(name).name == "cpu":
-            backends.cpu.install()
+        backend = devices.select(name)
+        if backend.name == "cpu":
+            devices.megatron_on_cpu.install()
             return _prepare_cpu(args)
     except BackendError as fault:
         raise UsageError(str(fault)) from fault
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if backend.name == "npu":
+        importlib.import_module("torch_npu.contrib.transfer_to_npu")
+        args.distributed_backend = args.distributed_backend.replace("nccl", "hccl")
+    torch.get_device_module(backend.name).set_device(int(os.environ.get("LOCAL_RANK", "0")))
     _choose_layers(args)
-    return backends.select(name).device
+    return backend.device
 
 
 def _prepare_cpu(args: Namespace) -> torch.device:
@@ -54,6 +55,8 @@ def _choose_layers(args: Namespace) -> None:
     if args.transformer_impl == "transformer_engine" and not there:
         raise UsageError("--transformer-impl transformer_engine: transformer_engine is not installed")
     args.transformer_impl = args.transformer_impl or ("transformer_engine" if there else "local")
+    if import_hook.installed():
+        return  # the local layers have been completed
     if args.transformer_impl == "local" and (args.context_parallel_size > 1 or args.sequence_parallel):
         raise UsageError(
             "--context-parallel-size above 1 and --sequence-parallel need, on an accelerator, "
@@ -65,7 +68,7 @@ def start_groups(args: Namespace) -> None:
     """Join the job and make Megatron's parallel groups."""
     from megatron.core import parallel_state
 
-    from msprobe_megatron.demo.installed import known
+    from msprobe_megatron.lab.demo.installed import known
 
     for name, value in (
         ("RANK", "0"),

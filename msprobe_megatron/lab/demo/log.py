@@ -10,18 +10,11 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 
 if TYPE_CHECKING:
-    from msprobe_megatron.demo.train import Step
+    from msprobe_megatron.lab.demo.train import Step
 
 
 class Log:
-    """Collects steps and prints a line every ``--log-interval``; silent on all ranks but the last.
-
-    Example::
-
-        log = Log(args)
-        log.add(step, loss_scale=1.0)
-        log.close()
-    """
+    """Collects steps and prints a line every ``--log-interval``; silent on all ranks but the last."""
 
     def __init__(self, args: Namespace) -> None:
         self._args = args

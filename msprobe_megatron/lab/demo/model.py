@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from msprobe_megatron.demo.installed import known
-from msprobe_megatron.demo.weights import Initial, fill
+from msprobe_megatron.lab.demo.installed import known
+from msprobe_megatron.lab.demo.weights import Initial, fill
 
 
 def layer_spec(args: Namespace) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from msprobe_megatron.demo.arguments import PROGRAM, refuse
-from msprobe_megatron.demo.installed import known
-from msprobe_megatron.demo.transformer import parameter_dtype
+from msprobe_megatron.lab.demo.arguments import PROGRAM, refuse
+from msprobe_megatron.lab.demo.installed import known
+from msprobe_megatron.lab.demo.transformer import parameter_dtype
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from msprobe_megatron.demo.data import Batches
+from msprobe_megatron.lab.demo.data import Batches
 from msprobe_megatron.topology import coordinates, names
 
 BAD_STEP = 7
@@ -43,10 +43,7 @@ class PractisedBatches(Batches):
 
 
 def prepare(fault: str, chunks: Chunks, batches: PractisedBatches) -> None:
-    """Put a fault into the job.
-
-    Example: ``prepare("nan", chunks, batches)``.
-    """
+    """Put a fault into the job."""
     FAULTS[fault](chunks, batches)
 
 

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from msprobe_megatron.demo.arguments import PROGRAM, UsageError, parse, refuse
+from msprobe_megatron.lab.demo.arguments import PROGRAM, UsageError, parse, refuse
 
 if TYPE_CHECKING:
     import torch
 
-    from msprobe_megatron.demo.data import Batches
-    from msprobe_megatron.demo.train import Callbacks, Result
+    from msprobe_megatron.lab.demo.data import Batches
+    from msprobe_megatron.lab.demo.train import Callbacks, Result
 
 
 def main() -> None:
@@ -38,12 +38,13 @@ def run(argv: Sequence[str], callbacks: Callbacks | None = None) -> Result:
 
     Example::
 
-        run("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
-            "--micro-batch-size 1 --train-iters 2".split()).losses
+        >>> run("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+        ...     "--micro-batch-size 1 --train-iters 2".split()).losses
+        [6.944507122039795, 6.9075446128845215]
     """
     args = parse(argv)
     probe = Probe(args)
-    from msprobe_megatron.demo import launch, transformer
+    from msprobe_megatron.lab.demo import launch, transformer
 
     try:
         device = launch.prepare_device(args, probe.device)
@@ -59,9 +60,9 @@ def run(argv: Sequence[str], callbacks: Callbacks | None = None) -> Result:
 
 
 def _train(args: Namespace, config: Any, probe: Probe, device: torch.device, callbacks: Callbacks | None) -> Result:
-    from msprobe_megatron.demo.model import build_chunks
-    from msprobe_megatron.demo.optimizer import build_optimizer
-    from msprobe_megatron.demo.train import train
+    from msprobe_megatron.lab.demo.model import build_chunks
+    from msprobe_megatron.lab.demo.optimizer import build_optimizer
+    from msprobe_megatron.lab.demo.train import train
 
     chunks = build_chunks(args, config)
     optimizer = build_optimizer(args, config, chunks)
@@ -73,7 +74,7 @@ def _train(args: Namespace, config: Any, probe: Probe, device: torch.device, cal
 
 
 def _batches(args: Namespace, chunks: Any, device: torch.device) -> Batches:
-    from msprobe_megatron.demo import data, practice
+    from msprobe_megatron.lab.demo import data, practice
     from msprobe_megatron.topology import coordinates
 
     where = coordinates.current()
@@ -91,8 +92,8 @@ class Probe:
     """
 
     def __init__(self, args: Namespace) -> None:
-        from msprobe_megatron.arguments import from_namespace
-        from msprobe_megatron.config.errors import ConfigError
+        from msprobe_megatron.config.document import ConfigError
+        from msprobe_megatron.config.flags import from_namespace
 
         self._args = args
         try:
@@ -107,11 +108,11 @@ class Probe:
         if self._config is None:
             return nullcontext()
         from msprobe_megatron import attach
-        from msprobe_megatron.arming import CANNOT
+        from msprobe_megatron.job.session.faults import REFUSALS
 
         try:
             return closing(attach(chunks, optimizer, self._config, arguments=self._args))
-        except CANNOT as fault:
+        except REFUSALS as fault:
             refuse(f"msprobe: {fault}")
 
 

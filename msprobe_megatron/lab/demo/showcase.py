@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -20,15 +21,15 @@ def showcase(out: str, config: str | None, flags: Sequence[str], *, as_json: boo
     """Train for three steps in one process, record two of them into `out`, print the summary.
 
     `flags` are added to the training flags and win over them.
-
-    Example::
-
-        showcase("demo_out", None, ["--num-layers", "2"], as_json=False)
     """
-    from msprobe_megatron.analyse.load import open_run
-    from msprobe_megatron.analyse.summary import summarise
-    from msprobe_megatron.report.terminal import print_summary
+    from msprobe_megatron.analysis.diagnose.summary import summarise
+    from msprobe_megatron.analysis.load.run import open_run
+    from msprobe_megatron.report.terminal.tables import print_summary
 
+    for package in ("torch", "megatron"):
+        # Asked here: the job is another process, whose traceback would be all the user sees.
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(f"no {package}", name=package)
     command = [sys.executable, "-m", "msprobe_megatron.demo.pretrain_gpt", *SHAPE.split(), *flags]
     probe = config
     if probe is None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from msprobe_megatron.demo.data import Batches
-from msprobe_megatron.demo.installed import known
-from msprobe_megatron.demo.log import Log
+from msprobe_megatron.lab.demo.data import Batches
+from msprobe_megatron.lab.demo.installed import known
+from msprobe_megatron.lab.demo.log import Log
 
 Microbatches = Iterator[dict[str, torch.Tensor]]
 
@@ -36,12 +36,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Where a test can look in: once all is built, when the gradients are there, after the optimizer step.
-
-    Example::
-
-        Callbacks(step=lambda step: print(step.loss))
-    """
+    """Where a test can look in: once all is built, when the gradients are there, after the optimizer step."""
 
     ready: Callable[[list[nn.Module], Any], None] | None = None
     gradients: Callable[[int], None] | None = None
@@ -74,13 +69,7 @@ def train(
     batches: Batches,
     callbacks: Callbacks | None = None,
 ) -> Result:
-    """Run `args.train_iters` iterations and return what they gave.
-
-    Example::
-
-        result = train(args, chunks, optimizer, Batches(args, coordinates.current(), device))
-        result.losses[-1] < result.losses[0]
-    """
+    """Run `args.train_iters` iterations and return what they gave."""
     watch = callbacks or Callbacks()
     result, log = Result(chunks, optimizer), Log(args)
     for iteration in range(1, args.train_iters + 1):

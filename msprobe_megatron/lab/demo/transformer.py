@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from msprobe_megatron.demo.arguments import UsageError
-from msprobe_megatron.demo.installed import known
+from msprobe_megatron.lab.demo.arguments import UsageError
+from msprobe_megatron.lab.demo.installed import known
 
 
 def parameter_dtype(args: Namespace) -> torch.dtype:
@@ -96,6 +96,7 @@ def _experts(args: Namespace) -> dict[str, Any]:
         "moe_router_topk": args.moe_router_topk,
         "moe_router_load_balancing_type": args.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": args.moe_aux_loss_coeff,
+        "moe_expert_capacity_factor": args.moe_expert_capacity_factor,
         "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
         "moe_grouped_gemm": False,
         "expert_model_parallel_size": args.expert_model_parallel_size,

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from msprobe_megatron.topology import coordinates, names, parameters, shards
+from msprobe_megatron.topology import coordinates, names, shards
+from msprobe_megatron.topology.shards_of import parameters
 
 # Output layers of a residual block: Megatron scales them down by the depth.
 _OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")

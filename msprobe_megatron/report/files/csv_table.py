@@ -16,7 +16,8 @@ def csv_chunks(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterato
 
     Example::
 
-        b"".join(csv_chunks(("step", "name"), [(0, "=1+1")]))      # b"step,name\r\n0,'=1+1\r\n"
+        >>> b"".join(csv_chunks(("step", "name"), [(0, "=1+1")]))
+        b"step,name\r\n0,'=1+1\r\n"
     """
     buffer = io.StringIO()
     writer = csv.writer(buffer)

@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from msprobe_megatron.analyse.view_graph import CONFIG_COLUMNS, NODE_COLUMNS, Graph
-from msprobe_megatron.analyse.view_trend import STATISTICS, TrendRow, tags_of
-from msprobe_megatron.report.files import OutputError
+from msprobe_megatron.analysis.exports.graph import CONFIG_COLUMNS, NODE_COLUMNS, Graph
+from msprobe_megatron.analysis.exports.trend import STATISTICS, TrendRow, tags_of
+from msprobe_megatron.report.files.files import OutputError
 
 _TREND_TABLES = f"""
 create table monitoring_targets (target_id integer primary key autoincrement, target_name text not null,
@@ -36,12 +36,7 @@ _INDEXES = (
 
 
 def write_trend(path: str | Path, rows: Iterable[TrendRow]) -> int:
-    """Write a `*.trend.db`; returns its number of rows.
-
-    Example::
-
-        write_trend("run.trend.db", trend_rows(view))
-    """
+    """Write a `*.trend.db`; returns its number of rows."""
 
     def fill(database: sqlite3.Connection) -> int:
         database.executescript(_TREND_TABLES)
@@ -89,12 +84,7 @@ def _totals(database: sqlite3.Connection, metrics: dict[str, int], steps: set[in
 
 
 def write_graph(path: str | Path, graph: Graph) -> int:
-    """Write a `*.vis.db`; returns its number of nodes.
-
-    Example::
-
-        write_graph("run.vis.db", graph_of(view))
-    """
+    """Write a `*.vis.db`; returns its number of nodes."""
 
     def fill(database: sqlite3.Connection) -> int:
         database.execute(f"create table tb_nodes ({_declared(NODE_COLUMNS)})")

@@ -1,4 +1,4 @@
-"""Writing what a user asked for: whole or not at all, never through a half-written file."""
+"""Writing output files atomically: complete or not at all."""
 
 from __future__ import annotations
 
@@ -14,22 +14,12 @@ class OutputError(Exception):
 
 
 def write_whole(path: str | Path, content: bytes) -> int:
-    """Write `content` under a temporary name beside `path`, then rename; returns the number of bytes.
-
-    Example::
-
-        write_whole("report.html", b"<!doctype html>")
-    """
+    """Write `content` under a temporary name beside `path`, then rename; returns the number of bytes."""
     return write_chunks(path, [content])
 
 
 def write_chunks(path: str | Path, chunks: Iterable[bytes], *, make_folder: bool = False) -> int:
-    r"""The same for content that comes in pieces; `make_folder` makes the directory that will hold the file.
-
-    Example::
-
-        write_chunks("table.csv", [b"step,name\r\n", b"0,decoder\r\n"])
-    """
+    r"""The same for content that comes in pieces; `make_folder` makes the directory that will hold the file."""
     target = Path(path)
     if target.is_dir():
         raise OutputError(f"{target}: is a directory; give the name of a file")

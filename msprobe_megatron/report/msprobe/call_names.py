@@ -64,13 +64,7 @@ def numbers_of(rows: Iterable[Mapping[str, Any]]) -> dict[Key, int]:
 
 
 def put_at(values: list[Any], path: str, record: dict[str, Any]) -> None:
-    """Place a record in the nested lists of an argument list; a word in the path ends up behind the last one.
-
-    Example::
-
-        values: list = []
-        put_at(values, "1.0", {"type": "torch.Tensor"})     # [None, [{"type": "torch.Tensor"}]]
-    """
+    """Place a record in the nested lists of an argument list; a word in the path ends up behind the last one."""
     here = values
     *above, last = (path or "0").split(".")
     for part in above:

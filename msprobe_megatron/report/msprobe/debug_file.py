@@ -6,19 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from msprobe_megatron.exchange.records import tensor_record
-from msprobe_megatron.exchange.tensor_files import TensorFiles
+from msprobe_megatron.report.msprobe.records import tensor_record
+from msprobe_megatron.report.msprobe.tensor_files import MsprobeTensorFiles
 
 SAVE = "save"
 
 
-def debug_entries(rows: Iterable[Mapping[str, Any]], files: TensorFiles) -> dict[str, Any]:
-    """Entries ``name.n.debug`` and ``name_grad.n.debug``; n runs through the step, over microbatches.
-
-    Example::
-
-        debug_entries(rows, files)["logits.0.debug"]["Norm"]
-    """
+def debug_entries(rows: Iterable[Mapping[str, Any]], files: MsprobeTensorFiles) -> dict[str, Any]:
+    """Entries ``name.n.debug`` and ``name_grad.n.debug``; n runs through the step, over microbatches."""
     found: dict[str, Any] = {}
     numbers: dict[tuple[Any, ...], int] = {}
     counts: Counter[str] = Counter()

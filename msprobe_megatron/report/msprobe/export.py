@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.analyse.checked import read_json
-from msprobe_megatron.analyse.load import Run, RunError
-from msprobe_megatron.exchange.call_names import Key, api_of, is_call, key_of, numbers_of, put_at
-from msprobe_megatron.exchange.debug_file import SAVE, debug_entries
-from msprobe_megatron.exchange.records import tensor_record
-from msprobe_megatron.exchange.tensor_files import TensorFiles
-from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.analysis.load.run import Run, RunError, read_json
+from msprobe_megatron.report.msprobe.call_names import Key, api_of, is_call, key_of, numbers_of, put_at
+from msprobe_megatron.report.msprobe.debug_file import SAVE, debug_entries
+from msprobe_megatron.report.msprobe.records import tensor_record
+from msprobe_megatron.report.msprobe.tensor_files import MsprobeTensorFiles
+from msprobe_megatron.run_directory.directory import RunDirectory
 
 _KINDS = ("activation", "gradient", "parameter", "grad_reduced", "comm")
 _CALLS = ("activation", "gradient", "comm")
@@ -36,18 +35,13 @@ class _Entry:
 
 
 def export_msprobe(run: Run, out: str | Path) -> list[str]:
-    """Write every step and rank of a run as msprobe dumps; returns the directories, relative to `out`.
-
-    Example::
-
-        export_msprobe(open_run("probe_out"), "msprobe_out")     # ["step0/rank0", ...]
-    """
+    """Write every step and rank of a run as msprobe dumps; returns the directories, relative to `out`."""
     directory = RunDirectory.create(Path(out))
     written = []
     for step, rank, path in sorted(run.files):
         folder = f"step{step}/rank{rank}"
-        files = TensorFiles(run, step, rank)
-        every = _rows(path)
+        files = MsprobeTensorFiles(run, step, rank)
+        every = _rows(path, step)
         saved = debug_entries(every, files)
         rows = [row for row in every if row["op"] != SAVE]
         level = _level(rows)
@@ -76,7 +70,7 @@ class _Book:
     """What entries are made with."""
 
     def __init__(
-        self, stacks: dict[int, tuple[str, ...]], virtual: bool, files: TensorFiles, rows: list[dict[str, Any]]
+        self, stacks: dict[int, tuple[str, ...]], virtual: bool, files: MsprobeTensorFiles, rows: list[dict[str, Any]]
     ) -> None:
         self.stacks, self.virtual, self.files = stacks, virtual, files
         self.classes = {
@@ -92,13 +86,13 @@ class _Book:
         return self.files.add(tensor_record(row, requires_grad), row, name)
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _rows(path: Path, step: int) -> list[dict[str, Any]]:
     import duckdb
 
     relation = duckdb.connect().read_parquet(str(path))
     columns = relation.columns
     kinds = ", ".join(f"'{kind}'" for kind in _KINDS)
-    chosen = relation.filter(f"kind in ({kinds}) and phase <> 'recompute'").order("seq")
+    chosen = relation.filter(f"kind in ({kinds}) and phase <> 'recompute' and step = {step}").order("seq")
     return [dict(zip(columns, row, strict=True)) for row in chosen.fetchall()]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.analyse.load import Run, RunError
+from msprobe_megatron.analysis.load.run import Run, RunError
 
 COLUMNS = ("rank", "pert_mode", "stage", "step", "api_name", "max_rel", "dtype", "shape", "output_index")
 FILE_NAME = "free_benchmark.csv"
@@ -16,13 +16,7 @@ _GROUPS = (("torch.nn.functional.", "Functional"), ("torch.Tensor.", "Tensor"), 
 
 
 def free_benchmark(run: Run, step: int | None = None) -> Iterator[tuple[Path, list[tuple[Any, ...]]]]:
-    """Path (below the directory to write to) and rows of every file; steps and ranks without a finding have none.
-
-    Example::
-
-        for path, rows in free_benchmark(open_run("probe_out")):
-            ...
-    """
+    """Path (below the directory to write to) and rows of every file; steps and ranks without a finding have none."""
     files: dict[Path, list[tuple[Any, ...]]] = defaultdict(list)
     wrong = run.perturb_rows().filter("json_extract_string(extra, '$.verdict') <> 'ok'")
     columns = "step, rank, name, op, path, dtype, shape, extra"

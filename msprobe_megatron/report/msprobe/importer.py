@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from msprobe_megatron.record.directory import RunDirectory
-from msprobe_megatron.record.schema import Row
-from msprobe_megatron.record.table import build_table
+from msprobe_megatron.run_directory.directory import RunDirectory
+from msprobe_megatron.run_directory.schema import Row
+from msprobe_megatron.run_directory.table import build_table
 
 _STEP, _RANK = re.compile(r"step([0-9]+)$"), re.compile(r"rank([0-9]+)$")
 _MODULE = re.compile(r"Module\.(?:([0-9]{1,9})\.)?(.+)\.([^.]+)\.(forward|backward)\.([0-9]{1,9})$")
@@ -42,15 +42,12 @@ class _Name(NamedTuple):
 
 
 def import_msprobe(source: str | Path, out: str | Path) -> dict[str, int]:
-    """Turn a msprobe dump path (it holds ``step*/rank*/dump.json``) into a run directory; returns counts.
-
-    Example::
-
-        import_msprobe("msprobe_out", "imported")     # {"steps": 1, "ranks": 8, "rows": 5120}
-    """
+    """Turn a msprobe dump path (it holds ``step*/rank*/dump.json``) into a run directory; returns counts."""
     files = list(_files(Path(source)))
     if not files:
         raise MsprobeFormatError(f"{source}: no step*/rank*/dump.json; expected the dump_path of msprobe")
+    if not any(_table(_read(path).get("data", {}), path)[0] for _, _, path in files):
+        raise MsprobeFormatError(f"{source}: no tensor in any of {len(files)} dump.json; nothing was imported")
     directory = RunDirectory.create(Path(out))
     ranks = sorted({rank for _, rank, _ in files})
     for rank in ranks:

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msprobe_megatron.analyse.load import Run
+from msprobe_megatron.analysis.load.run import Run
 
 _FIGURES = ("min", "max", "norm", "mean", "nans", "zeros", "shape", "dtype")
 COLUMNS = ("vpp_stage", "name", "step", *_FIGURES)
@@ -39,13 +39,7 @@ class CsvFile(NamedTuple):
 
 
 def monitor_csv(run: Run) -> Iterator[CsvFile]:
-    """The files of a run that was watched; raises RunError for one that was not.
-
-    Example::
-
-        for file in monitor_csv(open_run("probe_out")):
-            print(file.path)     # Nov16_16-22-05-rank0-1f0c9d2e/actv_0-99.csv
-    """
+    """The files of a run that was watched; raises RunError for one that was not."""
     rows = run.monitor_rows()
     ranks = [rank for (rank,) in rows.aggregate("rank", "rank").order("rank").fetchall()]
     for rank in ranks:

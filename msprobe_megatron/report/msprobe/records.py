@@ -15,12 +15,7 @@ _NO_MEAN = ("int", "uint", "bool", "float64")
 
 
 def tensor_record(row: Mapping[str, Any], requires_grad: bool) -> dict[str, Any]:
-    """Msprobe's record of a row.
-
-    Example::
-
-        tensor_record(row, requires_grad=True)["Norm"]
-    """
+    """Msprobe's record of a row."""
     record: dict[str, Any] = {
         "type": "torch.Tensor",
         "dtype": f"torch.{row['dtype']}",

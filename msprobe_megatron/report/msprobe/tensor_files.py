@@ -8,23 +8,16 @@ import re
 from collections.abc import Mapping
 from typing import IO, Any
 
-from msprobe_megatron.analyse.load import Run
-from msprobe_megatron.analyse.tensors import read_tensor
-from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.analysis.load.run import Run
+from msprobe_megatron.analysis.load.saved_tensors import read_tensor
+from msprobe_megatron.run_directory.directory import RunDirectory
 
 _UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
 _LONGEST = 180
 
 
-class TensorFiles:
-    """The tensors of one step and rank: names are given while records are made, files are written at the end.
-
-    Example::
-
-        files = TensorFiles(run, step=0, rank=0)
-        record["data_name"] = files.name(row, "Module.fc.Linear.forward.0.input.0")
-        files.write(directory, "step0/rank0")
-    """
+class MsprobeTensorFiles:
+    """The tensors of one step and rank: names are given while records are made, files are written at the end."""
 
     def __init__(self, run: Run, step: int, rank: int) -> None:
         self._run, self._step, self._rank = run, step, rank

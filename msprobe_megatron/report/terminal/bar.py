@@ -1,4 +1,4 @@
-"""The progress bar of commands that take minutes: on a terminal only, and gone when they are done."""
+"""Progress bar of commands that take minutes: shown on a terminal only, removed when the command ends."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 
 class Bar:
-    """Shows what is being done, how much of it is over and how long the rest will take.
-
-    Example::
-
-        with Bar() as bar:
-            bar("h64: turn 1 of 15", 0.0)
-            bar("h64: turn 2 of 15", 1 / 15)
-    """
+    """Current part of the work, its progress and the remaining time."""
 
     def __init__(self) -> None:
         # Benches redirect sys.stderr while they train; the bar stays on the terminal it was opened on.
@@ -31,7 +24,7 @@ class Bar:
             console=self._console,
             transient=True,
             disable=not self._console.is_terminal,
-            # No thread that draws by itself: its time would be in the figures of what is measured.
+            # No refresh thread: its time would count in what is measured.
             auto_refresh=False,
             redirect_stdout=False,
             redirect_stderr=False,
@@ -40,7 +33,7 @@ class Bar:
         self._task = self._bar.add_task("", total=None)
 
     def __call__(self, text: str, share: float | None = None) -> None:
-        """A new part of the work, told by what stands before the colon, begins a new bar."""
+        """Show progress; a new part of the work, named before the colon, starts a new bar."""
         part = text.partition(":")[0]
         if part != self._part:
             self._part = part
@@ -49,12 +42,12 @@ class Bar:
         self._bar.update(self._task, description=text, completed=share or 0.0, refresh=True)
 
     def __enter__(self) -> Bar:
-        """Begin to show."""
+        """Start the bar."""
         self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the terminal as it was."""
+        """Remove the bar."""
         self._bar.stop()

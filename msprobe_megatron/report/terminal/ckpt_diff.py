@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -9,32 +10,39 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from msprobe_megatron.report.terminal import console
+from msprobe_megatron.report.terminal.tables import console
 
 _SHOWN = 20
 _NAME = 58
 
 
 def print_diff(result: dict[str, Any], *, everything: bool = False, out: Console | None = None) -> None:
-    """The answer to `msprobe-megatron ckpt-diff A B`."""
+    """Print the result of `msprobe-megatron ckpt-diff A B`."""
     out = out if out is not None else console()
     sides = [
         f"{result[side]} ({form}{'' if step is None else f', iteration {step}'})"
         for side, form, step in zip(("left", "right"), result["forms"], result["iterations"], strict=True)
     ]
     out.print(escape(" | ".join(sides)))
-    words = {"only_left": "only in A", "only_right": "only in B", "layout": "not comparable"}
-    parts = [f"{count} {words.get(state, state)}" for state, count in result["counts"].items() if count]
+    states = {"only_left": "only in A", "only_right": "only in B", "layout": "not comparable"}
+    parts = [f"{count} {states.get(state, state)}" for state, count in result["counts"].items() if count]
     out.print(", ".join(parts) or "no tensors")
+    for cause in result["causes"]:
+        out.print(Text(f"cause: {cause['text']} [{cause['id']}]", style="bold"))
     for text in result["problems"][:5]:
         out.print(Text(text, style="yellow"))
-    odd = [item for item in result["tensors"] if item["state"] != "equal"]
-    if not odd:
-        return
+    different = [item for item in result["tensors"] if item["state"] != "equal"]
+    if different:
+        out.print(_table(different if everything else different[:_SHOWN]))
+    if len(different) > _SHOWN and not everything:
+        out.print(f"and {len(different) - _SHOWN} more (--all shows them)")
+
+
+def _table(items: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("tensor", "of", "relative", "cosine", "digests"):
         table.add_column(name, justify="left" if name in ("tensor", "of", "digests") else "right", no_wrap=True)
-    for item in odd if everything else odd[:_SHOWN]:
+    for item in items:
         name = item["name"] if len(item["name"]) <= _NAME else f"…{item['name'][-_NAME + 1 :]}"
         table.add_row(
             escape(name),
@@ -43,9 +51,7 @@ def print_diff(result: dict[str, Any], *, everything: bool = False, out: Console
             "" if item["cosine"] is None else f"{item['cosine']:.6f}",
             _last(item),
         )
-    out.print(table)
-    if len(odd) > _SHOWN and not everything:
-        out.print(f"and {len(odd) - _SHOWN} more (--all shows them)")
+    return table
 
 
 def _last(item: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Terminal form of how two runs were started."""
+"""Terminal form of the settings in which two runs differ."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from msprobe_megatron.analyse.env_diff import WORDS, EnvDiff, Setting
-from msprobe_megatron.report.terminal import console
+from msprobe_megatron.analysis.settings.env_diff import WORDS, EnvDiff, Setting
+from msprobe_megatron.report.terminal.tables import console
 
 _VALUE = 16
 
 
 def print_env_diff(result: EnvDiff, out: Console | None = None, *, everything: bool = False) -> None:
-    """The answer to `msprobe-megatron env-diff A B`."""
+    """Print the result of `msprobe-megatron env-diff A B`."""
     out = out if out is not None else console()
     out.print(f"[bold]{escape(result.left)} | {escape(result.right)}[/bold]")
     shown = result.settings if everything else result.matters
     if shown:
         out.print(_table(shown))
     else:
-        out.print("no setting differs that can change a number", style="green")
+        out.print("no setting differs that can change the numerics", style="green")
     hidden = len(result.settings) - len(shown)
     if hidden:
-        out.print(f"{hidden} settings without effect on numbers differ too (--all shows them)")
+        out.print(f"{hidden} settings without effect on the numerics differ too (--all shows them)")
 
 
 def _table(settings: list[Setting]) -> Table:

@@ -1,4 +1,4 @@
-"""Terminal form of a page's verdict: the headline, what was found, the next command; at most 100 columns."""
+"""Terminal form of a page's verdict: headline, findings, next command; at most 100 columns."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from msprobe_megatron.report.terminal import console
+from msprobe_megatron.report.terminal.tables import console
 
 _STYLES = {"good": "bold green", "bad": "bold red", "note": "bold yellow"}
 
 
 def print_verdict(verdict: Mapping[str, Any], out: Console | None = None) -> None:
-    """What `msprobe-megatron report RUN` says besides writing the page."""
+    """Print the verdict of `msprobe-megatron report RUN`."""
     out = out if out is not None else console()
     out.print(Text(verdict["headline"], style=_STYLES[verdict["tone"]]))
     for finding in verdict["findings"]:
@@ -29,6 +29,6 @@ def print_verdict(verdict: Mapping[str, Any], out: Console | None = None) -> Non
 
 
 def _indented(out: Console, text: Text, left: int) -> None:
-    for line in text.wrap(out, out.width - left):
+    for line in [text] if out.soft_wrap else text.wrap(out, out.width - left):
         line.rstrip()
         out.print(Text(" " * left) + line)

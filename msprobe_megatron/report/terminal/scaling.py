@@ -9,24 +9,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from msprobe_megatron.analyse.throughput import Throughput
-from msprobe_megatron.report.bench import markdown_table
+from msprobe_megatron.analysis.diagnose.throughput import RunThroughput
+from msprobe_megatron.report.terminal.bench import markdown_table
 
 _GIB = 1 << 30
 
 
-def scaling_cells(lines: Sequence[Throughput]) -> list[dict[str, object]]:
-    """The columns of seed 004's table, in words.
-
-    Example: ``scaling_cells(lines)[0]["samples/s"]``.
-    """
+def scaling_cells(lines: Sequence[RunThroughput]) -> list[dict[str, object]]:
+    """The table's columns as text, one line per run."""
     timed = any(line.seconds_to_loss is not None for line in lines)
     return [
         {
             "name": line.name,
             "cards": line.cards,
             "layout": line.layout,
-            "GiB a card": f"{line.memory_bytes / _GIB:.2f}",
+            "GiB/card": f"{line.memory_bytes / _GIB:.2f}",
             "local batch": f"{line.local_batch:g}",
             "global batch": f"{line.global_batch:g}",
             "workers": "" if line.workers is None else str(line.workers),
@@ -42,11 +39,8 @@ def scaling_cells(lines: Sequence[Throughput]) -> list[dict[str, object]]:
     ]
 
 
-def print_scaling(lines: Sequence[Throughput]) -> None:
-    """Print the table.
-
-    Example: ``print_scaling(scaling(runs))``.
-    """
+def print_scaling(lines: Sequence[RunThroughput]) -> None:
+    """Print the table."""
     cells = scaling_cells(lines)
     table = Table(box=None, pad_edge=False)
     for heading in cells[0] if cells else ():
@@ -57,11 +51,8 @@ def print_scaling(lines: Sequence[Throughput]) -> None:
     Console(width=max(100, console.width)).print(table)
 
 
-def write_scaling(lines: Sequence[Throughput], out: Path) -> list[Path]:
-    """Write scaling.json, scaling.md and scaling.svg into `out`; returns their paths.
-
-    Example: ``write_scaling(lines, Path("scaling_out"))``.
-    """
+def write_scaling(lines: Sequence[RunThroughput], out: Path) -> list[Path]:
+    """Write scaling.json, scaling.md and scaling.svg into `out`; returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
     texts = {
         "scaling_runs.json": json.dumps({"results": [line.as_dict() for line in lines]}, indent=1),
@@ -73,11 +64,8 @@ def write_scaling(lines: Sequence[Throughput], out: Path) -> list[Path]:
     return [out / name for name in texts]
 
 
-def plot(lines: Sequence[Throughput]) -> str:
-    """Speed-up over cards, with the straight line that would be perfect.
-
-    Example: ``Path("scaling.svg").write_text(plot(lines))``.
-    """
+def plot(lines: Sequence[RunThroughput]) -> str:
+    """SVG plot of speed-up over cards, with the ideal line."""
     width, height, margin = 520, 360, 50
     most = max([1, *(line.cards for line in lines)])
     top = max([1.0, most / (lines[0].cards if lines else 1), *(line.speedup for line in lines)])
@@ -94,7 +82,7 @@ def plot(lines: Sequence[Throughput]) -> str:
         f'<path d="M{x0} {margin}V{y0}H{width - margin}" stroke="#444" fill="none"/>',
         f'<path d="M{x0} {y0}L{x1:.1f} {y1:.1f}" stroke="#999" stroke-dasharray="4 4" fill="none"/>',
         f'<text x="{width / 2}" y="{height - 10}" text-anchor="middle">cards</text>',
-        f'<text x="10" y="{margin - 14}">speed-up (dashed: perfect)</text>',
+        f'<text x="10" y="{margin - 14}">speed-up (dashed: ideal)</text>',
     ]
     points = [at(line.cards, line.speedup) for line in lines]
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)

@@ -1,4 +1,7 @@
-"""Terminal tables: at most 100 columns, coloured on a terminal, plain when piped. Formats only; computes nothing."""
+"""Terminal tables: at most 100 columns, coloured on a terminal, plain when piped. Formats only; computes nothing.
+
+Run directories may come from elsewhere: control characters in their text never reach the terminal (`harmless`).
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from msprobe_megatron.analyse.summary import Summary
-from msprobe_megatron.report.harmless import harmless
+from msprobe_megatron.analysis.diagnose.summary import Summary
 
 _WIDTH = 100
 _NARROW = 80
@@ -30,7 +32,7 @@ class _Console(Console):
         )
 
     def _printable(self, text: str) -> str:
-        """Harmless, and in the letters of the locale: one that has no "…" gets another single character for it."""
+        """Without control characters, and in the encoding of the locale; "…" becomes "~" where there is none."""
         text = harmless(text)
         try:
             text.encode(self.encoding)
@@ -40,14 +42,14 @@ class _Console(Console):
 
 
 def console(stream: Any = None) -> Console:
-    """A console that never wraps at more than 100 columns."""
+    """A console of at most 100 columns; lines of text that go into a pipe or a file are never broken."""
     stream = stream if stream is not None else sys.stdout
     width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns) if stream.isatty() else _WIDTH
-    return _Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    return _Console(file=stream, width=width, highlight=False, soft_wrap=not stream.isatty())
 
 
 def print_summary(summary: Summary, out: Console | None = None) -> None:
-    """The answer to `msprobe-megatron summary RUN`."""
+    """Print the result of `msprobe-megatron summary RUN`."""
     out = out if out is not None else console()
     layout = " ".join(f"{axis.upper()}{size}" for axis, size in summary.sizes.items()) or "one process"
     versions = summary.versions
@@ -56,10 +58,8 @@ def print_summary(summary: Summary, out: Console | None = None) -> None:
         f"{plural(summary.world, 'rank')} ({layout}), megatron-core {escape(versions.get('megatron-core', '?'))},"
         f" torch {escape(versions.get('torch', '?'))}"
     )
-    steps = span(summary.steps)
-    out.print(
-        f"{summary.rows:,} rows of {plural(len(summary.ranks), 'rank')}, steps {steps}, {size(summary.bytes)} on disk"
-    )
+    ranks, steps = plural(len(summary.ranks), "rank"), span(summary.steps)
+    out.print(f"{summary.rows:,} rows of {ranks}, steps {steps}, {size_text(summary.bytes)} on disk")
     if summary.lines:
         out.print(_table(summary, narrow=out.width < _NARROW))
     for reason, count in sorted(summary.unmerged.items()):
@@ -67,14 +67,14 @@ def print_summary(summary: Summary, out: Console | None = None) -> None:
     for text in summary.warnings:
         out.print(Text(f"! {text}", style="yellow"))
     if not summary.warnings:
-        out.print("everything that was asked was recorded", style="green")
+        out.print("everything requested was recorded", style="green")
 
 
 def _table(summary: Summary, *, narrow: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("where")
     table.add_column("kind")
-    # A figure that is cut off is a wrong figure: on a narrow terminal there are fewer of them.
+    # A truncated number is a wrong number: a narrow terminal gets fewer columns.
     for name in (
         ("absmax", "norm", "non-finite") if narrow else ("names", "tensors", "absmax", "norm", "zeros", "non-finite")
     ):
@@ -93,7 +93,7 @@ def _table(summary: Summary, *, narrow: bool) -> Table:
 
 
 def print_ledger(lines: Sequence[dict[str, Any]], title: str, out: Console | None = None) -> None:
-    """The patches: what was asked, bound, fired."""
+    """Print the patches: requested, bound, fired."""
     out = out if out is not None else console()
     out.print(f"[bold]{escape(title)}[/bold]")
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -109,7 +109,7 @@ def print_ledger(lines: Sequence[dict[str, Any]], title: str, out: Console | Non
 
 
 def plural(count: int, word: str) -> str:
-    """A count with its word.
+    """A count with its noun.
 
     Example::
 
@@ -120,24 +120,23 @@ def plural(count: int, word: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, or nothing."""
+    """Four significant digits; empty for None."""
     return "" if value is None else f"{value:.4g}"
 
 
-def size(count: int) -> str:
-    """Bytes for people.
+def size_text(count: float) -> str:
+    """Bytes in a readable unit.
 
     Example::
 
-        >>> size(123456)
+        >>> size_text(123456)
         '120.6 KiB'
     """
-    value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 def span(numbers: Iterable[int]) -> str:
@@ -155,3 +154,19 @@ def span(numbers: Iterable[int]) -> str:
         else:
             ranges.append([value, value])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges) or "none"
+
+
+# Control characters, and those that change the direction of writing.
+_CODES = (*range(10), *range(11, 32), *range(127, 160), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+_CONTROLS = {code: "·" for code in _CODES}
+
+
+def harmless(text: str) -> str:
+    r"""The text with every control character except the newline shown as a dot.
+
+    Example::
+
+        >>> harmless("layer\x1b[2J")
+        'layer·[2J'
+    """
+    return text.translate(_CONTROLS)

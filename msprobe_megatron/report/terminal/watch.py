@@ -1,4 +1,4 @@
-"""Terminal form of a running job: one screen with curves drawn by characters, alerts below."""
+"""Terminal form of a running job: one screen with sparklines, alerts below."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from msprobe_megatron.analyse.live import Live
+from msprobe_megatron.analysis.load.live import Live
 
 _BARS = "▁▂▃▄▅▆▇█"
 _STYLES = {"alert": "bold red", "fault": "bold red", "recorder": "cyan"}
@@ -43,12 +43,7 @@ def sparkline(values: Sequence[float | None], width: int = WIDTH) -> str:
 
 
 def screen(live: Live) -> RenderableType:
-    """The whole view.
-
-    Example::
-
-        console.print(screen(look("probe_out")))
-    """
+    """The whole view."""
     table = Table(box=None, padding=(0, 1), show_header=False)
     table.add_column(no_wrap=True, max_width=24)
     table.add_column(justify="right", no_wrap=True)
@@ -61,19 +56,19 @@ def screen(live: Live) -> RenderableType:
     if len(live.layers) > _MOST_LAYERS:
         parts.append(Text(f"{len(live.layers) - _MOST_LAYERS} more layers: --json has them"))
     if not live.steps:
-        parts.append(Text("nothing watched yet: the monitor writes every few seconds"))
+        parts.append(Text("no monitored step yet: the monitor writes every few seconds"))
     for event in live.events:
         ranks = event.get("ranks") or [event.get("rank")]
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
         text = f"{who}: {event.get('text', event.get('event'))}"
         parts.append(Text(f"! {text}", style=_STYLES.get(str(event.get("event")), "yellow")))
     if live.alerts:
-        parts.append(Text(f"what came first and why: msprobe-megatron diagnose {live.path}"))
+        parts.append(Text(f"first cause: msprobe-megatron diagnose {live.path}"))
     return Group(*parts)
 
 
 def figure(curve: Sequence[float | None]) -> str:
-    """The last value there is.
+    """The last value that is not None.
 
     Example::
 
@@ -86,7 +81,8 @@ def figure(curve: Sequence[float | None]) -> str:
 
 def _head(live: Live) -> Text:
     steps = f"step {live.steps[-1]}" if live.steps else "no step"
-    age = f", written {live.age:.0f} s ago" if live.age is not None else ""
+    age = f", written {live.age:.0f} s ago" if live.age is not None and not live.ended else ""
+    age = ", the job has ended" if live.ended else age
     alerts = f", {live.alerts} alert{'' if live.alerts == 1 else 's'}" if live.alerts else ", no alerts"
     measure = f"; layers: norm of {live.measure}" if live.layers else ""
     style = "bold red" if live.alerts else "bold"

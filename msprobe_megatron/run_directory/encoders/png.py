@@ -15,12 +15,7 @@ _NOTHING, _NOT_FINITE = (235, 235, 235), (220, 30, 30)
 
 
 def heat_map(values: npt.NDArray[np.float64], cell: tuple[int, int] = (12, 6)) -> Pixels:
-    """Pixels of a table of numbers: its smallest dark, its largest bright, NaN grey, infinities red.
-
-    Example::
-
-        heat_map(np.log10(norms)).shape     # (12 * layers, 6 * steps, 3)
-    """
+    """Pixels of a table of numbers: its smallest dark, its largest bright, NaN grey, infinities red."""
     finite = np.isfinite(values)
     low, high = (values[finite].min(), values[finite].max()) if finite.any() else (0.0, 1.0)
     share = np.where(finite, (values - low) / (high - low if high > low else 1.0), 0.0) * (len(_COLOURS) - 1)
@@ -36,7 +31,8 @@ def png(pixels: Pixels) -> bytes:
 
     Example::
 
-        png(np.zeros((2, 2, 3), np.uint8))[1:4]      # b"PNG"
+        >>> png(np.zeros((2, 2, 3), np.uint8))[1:4]
+        b'PNG'
     """
     height, width, _ = pixels.shape
     lines = np.concatenate((np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)), axis=1)

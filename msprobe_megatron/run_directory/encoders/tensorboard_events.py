@@ -50,19 +50,15 @@ def record(message: bytes) -> bytes:
 
     Example::
 
-        len(record(b"abc"))     # 8 + 4 + 3 + 4
+        >>> len(record(b"abc"))
+        19
     """
     length = struct.pack("<Q", len(message))
     return length + _masked(length) + message + _masked(message)
 
 
 def event_chunks(scalars: Iterable[tuple[int, str, float]], wall_time: float) -> Iterator[bytes]:
-    """The content of an event file, in pieces; `scalars` are (step, tag, value), steps together.
-
-    Example::
-
-        b"".join(event_chunks([(0, "loss", 6.9), (1, "loss", 6.7)], wall_time=0.0))
-    """
+    """The content of an event file, in pieces; `scalars` are (step, tag, value), steps together."""
     yield record(_double(1, wall_time) + _bytes(3, _VERSION))
     values: list[bytes] = []
     now = 0
@@ -78,22 +74,12 @@ def event_chunks(scalars: Iterable[tuple[int, str, float]], wall_time: float) ->
 
 
 def header(wall_time: float) -> bytes:
-    """The first record of an event file.
-
-    Example::
-
-        file.write(header(time.time()))
-    """
+    """The first record of an event file."""
     return record(_double(1, wall_time) + _bytes(3, _VERSION))
 
 
 def scalars_record(wall_time: float, step: int, scalars: Iterable[tuple[str, float]]) -> bytes:
-    """One record with scalars of one step, for a file that grows while a job runs.
-
-    Example::
-
-        file.write(scalars_record(time.time(), 7, [("loss/lm loss", 6.9)]))
-    """
+    """One record with scalars of one step, for a file that grows while a job runs."""
     values = []
     for tag, value in scalars:
         text = tag.encode("utf-8", "replace")
@@ -102,12 +88,7 @@ def scalars_record(wall_time: float, step: int, scalars: Iterable[tuple[str, flo
 
 
 def image_record(wall_time: float, step: int, tag: str, png: bytes, size: tuple[int, int]) -> bytes:
-    """One record with a picture; `size` is height and width.
-
-    Example::
-
-        file.write(image_record(time.time(), 7, "heat map/gradients", png(pixels), pixels.shape[:2]))
-    """
+    """One record with a picture; `size` is height and width."""
     picture = _key(1, _VARINT) + _number(size[0]) + _key(2, _VARINT) + _number(size[1])
     picture += _key(3, _VARINT) + _number(3) + _bytes(4, png)
     value = _bytes(1, _bytes(1, tag.encode("utf-8", "replace")) + _bytes(4, picture))

@@ -1,7 +1,7 @@
 """What a job's own options hide from the kit: fused operators, replayed graphs, schedules that bypass the layers.
 
-Read once at attach from the host's arguments and the model's config. Each finding goes into run.json and is said
-aloud, because a row that cannot exist must not be taken for one that was not asked for.
+Read once at attach from the host's arguments and the model's config. Each finding is written to run.json and printed,
+because a row that cannot exist must not be mistaken for one that was not requested.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class BlindSpot(NamedTuple):
-    """An option, the values that matter (any true one if empty), and what is not seen because of it."""
+    """An option, its relevant values (any true one if empty), and what cannot be observed because of it."""
 
     option: str
     values: tuple[Any, ...]
@@ -23,8 +23,9 @@ class BlindSpot(NamedTuple):
 
 _FUSED = "the tensor-parallel exchange happens inside a fused operator; the layers' inputs and outputs are recorded"
 _PIECES = "layers run in pieces that bypass their forward; rows of the modules inside a layer are missing"
-_AWAY = "the trip to host memory is not seen; values are recorded before they leave"
+_AWAY = "offloading to host memory is not observed; values are recorded before they are offloaded"
 _GRAPH = "a captured graph is replayed without calling the modules; steps after the capture have no module rows"
+_ITERATION = "whole iterations are replayed as one graph; after its capture nothing inside a step is seen"
 
 # Names as argparse stores them; MindSpeed, MindSpeed-LLM and ModelLink first, then Megatron's own.
 BLIND_SPOTS = (
@@ -60,11 +61,13 @@ BLIND_SPOTS = (
     BlindSpot("enable_cuda_graph", (), _GRAPH),
     BlindSpot("external_cuda_graph", (), _GRAPH),
     BlindSpot("cuda_graph_impl", ("local", "transformer_engine"), _GRAPH),
+    BlindSpot("cuda_graph_impl", ("full_iteration",), _ITERATION),
+    BlindSpot("cuda_graph_scope", ("full_iteration",), _ITERATION),
 )
 
 
 def unseen(*sources: Any) -> list[str]:
-    """One sentence for each option of `sources` (namespaces or configs) that hides something.
+    """One message for each option of `sources` (namespaces or configs) that hides something.
 
     Example::
 
@@ -75,8 +78,11 @@ def unseen(*sources: Any) -> list[str]:
     found: dict[str, str] = {}
     for spot in BLIND_SPOTS:
         for source in sources:
-            value = getattr(source, spot.option, None)
-            if value in spot.values if spot.values else bool(value):
+            given = getattr(source, spot.option, None)
+            # Megatron's newer options are lists of enumerated words.
+            words = [getattr(one, "name", one) for one in (given if isinstance(given, list | tuple) else [given])]
+            value = next((word for word in words if word in spot.values), None) if spot.values else given
+            if value:
                 shown = f"={value}" if spot.values else ""
                 found.setdefault(spot.option, f"{spot.option}{shown}: {spot.unseen}")
     return list(found.values())
@@ -87,7 +93,8 @@ TRIED = ((0, 6), (0, 20))
 
 
 def untried(release: str | None) -> list[str]:
-    """A sentence if nobody has run the kit over this release of megatron-core: what it renamed would have no rows.
+    """A message if the kit has not been tested with this release of megatron-core: renamed functions would have no
+    rows.
 
     Example::
 
@@ -108,12 +115,7 @@ def untried(release: str | None) -> list[str]:
 
 
 def compiled(chunks: Sequence[nn.Module]) -> list[str]:
-    """A sentence if parts of the model are compiled by torch: what runs inside them calls no module and no API.
-
-    Example::
-
-        compiled([torch.compile(model)])
-    """
+    """A message if parts of the model are compiled by torch: no module and no API call is visible inside them."""
     found = [
         name or "the model itself"
         for chunk in chunks
@@ -129,12 +131,7 @@ def compiled(chunks: Sequence[nn.Module]) -> list[str]:
 
 
 def reducers(chunks: Sequence[nn.Module]) -> list[str]:
-    """A sentence if torch's own DistributedDataParallel is there: what its reducer sends, it sends from C++.
-
-    Example::
-
-        reducers([nn.parallel.DistributedDataParallel(model)])
-    """
+    """A message if torch's own DistributedDataParallel is used: its reducer communicates from C++."""
     found = [
         name or "the model itself"
         for chunk in chunks
@@ -150,7 +147,7 @@ def reducers(chunks: Sequence[nn.Module]) -> list[str]:
 
 
 def context_parallel_order(arguments: Any) -> str:
-    """How the sequence is cut over context-parallel ranks: Megatron's zig-zag unless MindSpeed says otherwise.
+    """Order in which the sequence is sharded over context-parallel ranks: zig-zag, unless MindSpeed sets another.
 
     Example::
 
@@ -163,7 +160,7 @@ def context_parallel_order(arguments: Any) -> str:
         return "zigzag"
     mask = getattr(arguments, "attention_mask_type", "causal")
     if getattr(arguments, "reset_attention_mask", False) and mask == "causal":
-        # Cut document by document, where the documents of a batch end.
+        # Sharded per document, so the positions depend on the batch.
         return "unordered"
     if algorithm == "megatron_cp_algo":
         return "contiguous" if mask == "general" else "zigzag"

@@ -1,4 +1,4 @@
-"""What the host says of itself: versions, training arguments, the iteration it is about to run."""
+"""Versions, training arguments and the current iteration of the host framework."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
-# Names whose values must never reach a file that is shared with others.
+# Arguments whose values must never be written to a file that may be shared.
 _SECRET = re.compile(r"(^|[_-])(token|key|secret|password|passwd|credentials?)$", re.IGNORECASE)
 
 
 def megatron_arguments() -> Any | None:
-    """Megatron-LM's own argument namespace, when megatron.training is there and has parsed it."""
+    """Megatron-LM's own argument namespace, if megatron.training is imported and has parsed it."""
     module = sys.modules.get("megatron.training.global_vars")
     return getattr(module, "_GLOBAL_ARGS", None) if module is not None else None
 
 
 def megatron_iteration() -> int | None:
-    """Number of optimizer steps done before the coming one, resume included; None outside Megatron-LM.
+    """Number of optimizer steps completed so far, including those before a resume; None outside Megatron-LM.
 
-    Releases without `curr_iteration` keep the number they resumed from in `iteration`; a counter goes on from there.
+    Releases without `curr_iteration` only keep the number they resumed from, in `iteration`; callers count from there.
     """
     value = getattr(megatron_arguments(), "curr_iteration", None)
     return int(value) if isinstance(value, int) else None
@@ -66,7 +66,7 @@ def _plain(value: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that can change a number, of what is already imported."""
+    """Versions of the imported packages that can change a result."""
     from msprobe_megatron import __version__
 
     found = {
@@ -93,9 +93,9 @@ def versions() -> dict[str, str]:
 
 
 def _core_version() -> str:
-    """Of the package that is imported, not of a distribution: ModelLink copies the folder beside its script."""
+    """Version of the imported package, not of a distribution: ModelLink copies the folder beside its script."""
     try:
-        # 0.6 and 0.7 do not import it themselves.
+        # megatron-core 0.6 and 0.7 do not import it themselves.
         return str(importlib.import_module("megatron.core.package_info").__version__)
     except (ImportError, AttributeError):
         return "unknown"

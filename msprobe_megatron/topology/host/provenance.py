@@ -1,6 +1,6 @@
-"""Where a job comes from: the environment that libraries of training read, and the sources that it has imported.
+"""Provenance of a job: the environment variables that training libraries read, and the sources it has imported.
 
-Written once into run.json, for `env-diff`. Only reads files: no program is started in a job for it.
+Written once to run.json, for `env-diff`. Only reads files: no subprocess is started in a job.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Variables that can change a number or a kernel, by their beginnings. All others stay where they are: an environment
-# may hold anything.
+# Prefixes of variables that can change a result or a kernel. No others are recorded: an environment may hold anything.
 _READ = re.compile(
     r"(CUDA|CUDNN|CUBLAS|CUTLASS|NCCL|NVTE|NVIDIA_TF32|TE|TORCH|PYTORCH|TORCHINDUCTOR|TRITON|OMP|MKL|KMP|OPENBLAS|GLOO|UCX"
     r"|HCCL|LCCL|ASCEND|NPU|CANN|ACL|TASK_QUEUE|COMBINED|MINDSPEED|MEGATRON|MSPROBE|FLASH|XLA|HIP|ROCM|MIOPEN|RCCL"
@@ -27,7 +26,7 @@ _LARGEST_SOURCE = 8 << 20
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables that libraries of training read; nothing whose name speaks of a secret.
+    """Variables that training libraries read, without those whose names suggest a secret.
 
     Example::
 
@@ -43,18 +42,14 @@ def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def _scheme(value: str) -> str:
-    """A value such as https://user:word@host carries a secret whatever its name is."""
+    """A value such as https://user:password@host carries a secret, whatever the variable is called."""
     return "PASS" if re.search(r"://[^/\s]*:[^/\s]*@", value) else ""
 
 
 def sources() -> dict[str, dict[str, Any]]:
     """The checkouts that modules of this process were imported from: commit, number of files, digest of their text.
 
-    A change that was never committed shows in the digest. Python's own packages are told by their versions.
-
-    Example::
-
-        sources()["/home/me/Megatron-LM"]["commit"]
+    An uncommitted change shows in the digest. Installed packages are identified by their versions instead.
     """
     by_root: dict[Path, list[Path]] = defaultdict(list)
     roots: dict[Path, Path | None] = {}
@@ -90,7 +85,7 @@ def _state(root: Path, files: list[Path]) -> dict[str, Any]:
 
 
 def _commit(root: Path) -> str:
-    """What HEAD points to, read from the files of the repository; empty where that is not to be seen."""
+    """The commit of HEAD, read from the files of the repository; empty if it cannot be determined."""
     try:
         git = root / ".git"
         if git.is_file():  # a worktree or a submodule

@@ -1,11 +1,11 @@
-"""Megatron's own random generators, seeded as Megatron does it, and its seed for the order of data."""
+"""Seeding of Megatron's random generators the way Megatron does it, and of the order of its data."""
 
 from __future__ import annotations
 
 import sys
 
 from msprobe_megatron.topology.coordinates import Coordinates, parallel_state
-from msprobe_megatron.topology.host import megatron_arguments
+from msprobe_megatron.topology.host.framework import megatron_arguments
 
 
 def stage_seed(seed: int, where: Coordinates) -> int:
@@ -20,7 +20,7 @@ def stage_seed(seed: int, where: Coordinates) -> int:
 
 
 def seed_tracker(seed: int, where: Coordinates) -> bool:
-    """Seed the tracker of tensor- and expert-parallel generators; False where the job has none."""
+    """Seed the tracker of tensor- and expert-parallel generators; False if the job has none."""
     module = sys.modules.get("megatron.core.tensor_parallel.random")
     if module is None or parallel_state() is None:
         return False
@@ -29,7 +29,7 @@ def seed_tracker(seed: int, where: Coordinates) -> bool:
 
 
 def seed_data(seed: int) -> bool:
-    """Set the seed from which Megatron-LM shuffles its datasets, which it builds after the model; False elsewhere."""
+    """Set the seed with which Megatron-LM shuffles its datasets, built after the model; False outside Megatron-LM."""
     arguments = megatron_arguments()
     if arguments is None or not hasattr(arguments, "seed"):
         return False

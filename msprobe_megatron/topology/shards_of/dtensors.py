@@ -1,4 +1,4 @@
-"""Parameters that torch itself has cut (FSDP2, `DTensor`): the part that lies here, and how it lies in the whole."""
+"""Parameters sharded by torch itself (FSDP2, `DTensor`): the local part, and its position in the whole."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part on this rank of a distributed tensor, without communication; any other tensor as it is.
-
-    Example: of a weight of 8 rows that FSDP2 has cut over 2 ranks, 4 rows.
-    """
+    """The part on this rank of a distributed tensor, without communication; any other tensor as it is."""
     if tensor.__class__ in _PLAIN:
         return tensor
     part = getattr(tensor, "_local_tensor", None)
@@ -23,9 +20,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def distributed_spec(tensor: torch.Tensor) -> ShardSpec | None:
-    """How the local part lies in the whole; None for a tensor that is not distributed.
+    """Spec of the local part; None for a tensor that is not distributed.
 
-    The mesh of a plain torch job is its data-parallel world; a mesh of several dimensions is not known well enough.
+    The mesh of a plain torch job is taken as its data-parallel world; meshes of several dimensions are not supported.
     """
     placements: Any = getattr(tensor, "placements", None)
     mesh: Any = getattr(tensor, "device_mesh", None)

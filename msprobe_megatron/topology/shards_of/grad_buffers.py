@@ -1,7 +1,7 @@
-"""Which part of a parameter's gradient this rank holds after reduction.
+"""The part of a parameter's gradient that this rank holds after reduction.
 
-Megatron's DDP keeps gradients in contiguous buffers cut into buckets. With the distributed optimizer a bucket is
-reduce-scattered, so that outside its own range a rank is left with unreduced numbers that must not be read.
+Megatron's DDP keeps gradients in contiguous buffers divided into buckets. With the distributed optimizer a bucket is
+reduce-scattered: outside of its own range a rank holds unreduced values that must not be read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 def reduced_range(chunk: nn.Module, parameter: nn.Parameter) -> tuple[int, int] | None:
     """Range [start, stop) of the flattened parameter that is reduced here; None means all of it.
 
-    An empty range (start == stop) says that another data-parallel rank holds all of it.
+    An empty range (start == stop) means that other data-parallel ranks hold all of it.
     """
     if not getattr(settings(chunk), "use_distributed_optimizer", False):
         return None
@@ -27,13 +27,13 @@ def reduced_range(chunk: nn.Module, parameter: nn.Parameter) -> tuple[int, int] 
 
 
 def settings(chunk: nn.Module) -> Any | None:
-    """How Megatron's DDP was told to work; 0.6 keeps what it was told itself. None for any other module."""
+    """The settings of Megatron's DDP; in 0.6 they are attributes of the module itself. None for any other module."""
     config = getattr(chunk, "ddp_config", None)
     return chunk if config is None and hasattr(chunk, "use_distributed_optimizer") else config
 
 
 def _buffers(chunk: nn.Module) -> list[Any]:
-    """The buffers of Megatron's DDP; its other wrappers have the method of torch under that name, or nothing."""
+    """The buffers of Megatron's DDP; in its other wrappers the name is torch's method, or missing."""
     found = (getattr(chunk, "buffers", None), getattr(chunk, "expert_parallel_buffers", None))
     return [buffer for buffers in found if isinstance(buffers, list | tuple) for buffer in buffers]
 
@@ -51,7 +51,7 @@ class Segment(NamedTuple):
 
 
 class BucketSegments(NamedTuple):
-    """A bucket of Megatron's DDP, what lies where in it, and whether any other rank adds to it."""
+    """A bucket of Megatron's DDP, the segments in it, and whether it is reduced over several ranks."""
 
     bucket: Any
     segments: list[Segment]
@@ -59,13 +59,9 @@ class BucketSegments(NamedTuple):
 
 
 def buckets(chunk: nn.Module) -> list[BucketSegments]:
-    """The buckets of a chunk, those of experts too, each with its own data-parallel group; none without Megatron's DDP.
+    """The buckets of a chunk, including those of experts, each with its data-parallel group.
 
-    Example::
-
-        for found in buckets(chunk):
-            first = found.segments[0]
-            found.bucket.grad_data[first.start : first.stop]
+    Without Megatron's DDP there are none.
     """
     if settings(chunk) is None:
         return []

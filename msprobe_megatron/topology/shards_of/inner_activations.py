@@ -1,9 +1,9 @@
-"""How tensors that a module of Megatron computes inside of itself lie over ranks.
+"""How intermediate tensors of Megatron's modules are sharded over ranks.
 
-Inputs and outputs of modules are the business of `activations`; between them stand a bias that is added, heads that
-are turned by their position, the scores of attention. Their dimensions are told by the sizes that the module was built
-with, in the shorthand of `activations`, never by values; where two readings are possible, or none, the answer is None.
-Perturb asks, so that an element gets the same noise however the model is cut.
+`activations` covers inputs and outputs of modules; this module covers the tensors between them, such as biases being
+added, heads after rotary embedding, attention scores. Their dimensions are derived from the sizes that the module was
+built with, in the shorthand of `activations`, never from values; if the sizes are ambiguous or unknown, the result is
+None. Used by perturb, so that an element gets the same noise however the model is sharded.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from msprobe_megatron.topology.activations import ChunkLayout, activation_spec, spec_of_words
 from msprobe_megatron.topology.index_map import Numbering, index_map
 from msprobe_megatron.topology.names import NamedModule
 from msprobe_megatron.topology.shards import Cut, Dim, ShardSpec
+from msprobe_megatron.topology.shards_of.activations import ChunkLayout, activation_spec, spec_of_words
 
-Place = Callable[[str], int]
+AxisLookup = Callable[[str], int]
 _MATRIX, _TOKENS, _HEADS, _BATCHES = 2, 3, 4, 3
 
 
 def inner_numbering(
-    entry: NamedModule, shape: Sequence[int], layout: ChunkLayout, rank: Place, size: Place, *, factor: str = ""
+    entry: NamedModule,
+    shape: Sequence[int],
+    layout: ChunkLayout,
+    rank: AxisLookup,
+    size: AxisLookup,
+    *,
+    factor: str = "",
 ) -> Numbering | None:
-    """Numbers that the elements of a tensor of local ``shape``, which ``entry`` computes with, have in the whole one.
+    """Global indices of the elements of a tensor of local ``shape`` that ``entry`` computes with; None if unknown.
 
-    None where they are not known. ``factor`` says that it is the first factor of a product, in "forward" or "backward":
-    of a linear layer that is its input, or the gradient of its output, and not its output.
-
-    Example::
-
-        inner_numbering(mlp, (16, 2, 32), layout, where.of, where.size)      # an activation function: columns are cut
+    ``factor`` marks the first factor of a product, in "forward" or "backward": for a linear layer, that is its input or
+    the gradient of its output, and not its output.
     """
     kinds = {cls.__name__ for cls in type(entry.module).__mro__}
     if "DotProductAttention" in kinds and len(shape) == _BATCHES:
@@ -51,18 +53,18 @@ def _of_linear(
     outputs = getattr(module, "output_size_per_partition", None) or getattr(module, "output_size", None)
     side = getattr(module, "input_size", None) if factor == "forward" else outputs
     if len(shape) == _MATRIX and factor != "forward" and shape[-1 if not factor else 0] == side:
-        # The gradient of the output as a matrix of all positions and samples; where it is a factor, its transposed.
+        # The gradient of the output as a matrix of all positions and samples; transposed where it is a factor.
         columns = activation_spec(entry, "output", "0", _TOKENS, layout).dims[-1:]
         tokens = (Dim("s*b", (Cut("cp", layout.cp_order),)),)
         return ShardSpec((*columns, *tokens) if factor else (*tokens, *columns)) if columns else None
     if last != side or len(shape) != _TOKENS:
         return None
     if factor == ("forward" if column else "backward") and layout.sequence_parallel:
-        return spec_of_words("s b h", layout)  # after all ranks have gathered it
+        return spec_of_words("s b h", layout)  # after the all-gather
     return None if factor == "forward" else activation_spec(entry, "output", "0", len(shape), layout)
 
 
-def _words(entry: NamedModule, kinds: set[str], shape: Sequence[int], size: Place) -> str | None:
+def _words(entry: NamedModule, kinds: set[str], shape: Sequence[int], size: AxisLookup) -> str | None:
     module, last = entry.module, shape[-1] if shape else 0
     if "Attention" in kinds:
         return _of_heads(module, shape, size)
@@ -79,7 +81,7 @@ def _words(entry: NamedModule, kinds: set[str], shape: Sequence[int], size: Plac
 
 
 def _of_mlp(module: Any, last: int) -> str | None:
-    """What the activation function is given, gate and value side by side, and what it gives."""
+    """Input of the activation function, gate and value side by side, and its output."""
     first = getattr(getattr(module, "linear_fc1", None), "output_size_per_partition", None)
     second = getattr(getattr(module, "linear_fc2", None), "input_size_per_partition", None)
     if last == second:
@@ -87,8 +89,8 @@ def _of_mlp(module: Any, last: int) -> str | None:
     return "s b f/tp:gated" if last == first else None
 
 
-def _of_heads(module: Any, shape: Sequence[int], size: Place) -> str | None:
-    """Queries, keys and values: positions, samples, heads of this rank, and what is in a head."""
+def _of_heads(module: Any, shape: Sequence[int], size: AxisLookup) -> str | None:
+    """Queries, keys and values: positions, samples, heads of this rank, head dimension."""
     queries = getattr(module, "num_attention_heads_per_partition", None)
     groups = getattr(module, "num_query_groups_per_partition", None)
     if len(shape) != _HEADS or shape[2] not in (queries, groups):
@@ -97,14 +99,14 @@ def _of_heads(module: Any, shape: Sequence[int], size: Place) -> str | None:
     # Fewer groups than ranks: some ranks share one.
     if shape[2] == groups and groups != queries and (whole is None or groups * size("tp") != whole):
         return None
-    # The table of rotations has one row a position, for all samples and heads.
+    # The rotary table has one row per position, for all samples and heads.
     return None if shape[1] == shape[2] == 1 else "s b n/tp d"
 
 
 def _of_heads_in_batches(
-    module: Any, shape: Sequence[int], layout: ChunkLayout, rank: Place, size: Place
+    module: Any, shape: Sequence[int], layout: ChunkLayout, rank: AxisLookup, size: AxisLookup
 ) -> Numbering | None:
-    """Scores of attention as products of matrices see them: samples and heads are one dimension, heads are cut."""
+    """Attention scores as batched matrix products have them: samples and heads in one dimension, heads sharded."""
     heads = getattr(module, "num_attention_heads_per_partition", None)
     if not heads or shape[0] % heads:
         return None

@@ -29,8 +29,8 @@ BY_CLASS: dict[str, dict[str, dict[str, str]]] = {
     },
     "ParallelTransformer": {"input": _LAYER, "output": {"": _HIDDEN}},
     "ParallelTransformerLayer": {"input": _LAYER, "output": {"": _HIDDEN, "0": _HIDDEN}},
-    "ParallelAttention": {"input": _LAYER, "output": {"0": _HIDDEN}},
-    "ParallelMLP": {"input": {"hidden_states": _HIDDEN}, "output": {"0": _HIDDEN}},
+    "ParallelAttention": {"input": _LAYER, "output": {"0": _HIDDEN, "1": "h"}},
+    "ParallelMLP": {"input": {"hidden_states": _HIDDEN}, "output": {"0": _HIDDEN, "1": "h"}},
     "CoreAttention": {
         "input": {"query_layer": _HEADS, "key_layer": _HEADS, "value_layer": _HEADS, "attention_mask": _MASK},
         "output": {"": "s b h/tp"},

@@ -1,8 +1,8 @@
-"""The numbers that an optimizer's states stand for, where it keeps them in another form.
+"""Decoded values of optimizer states that are stored in another format.
 
-TransformerEngine's FusedAdam, which Megatron's precision-aware optimizer works with, keeps moments and master weights
-in 16 or 8 bits with a factor, or only the low 16 bits of a master weight whose high bits are the weight itself.
-Read by `sites.optimizer_states`; nothing here changes anything or makes the host wait.
+TransformerEngine's FusedAdam, which Megatron's precision-aware optimizer uses, stores moments and master weights in 16
+or 8 bits with a scale, or only the low 16 bits of a master weight whose high bits are the weight itself. Used by
+`sites.training.optimizer_states`; nothing here modifies state or synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -11,38 +11,28 @@ from typing import Any
 
 import torch
 
-from msprobe_megatron.topology.dtensors import local_part
-from msprobe_megatron.topology.optimizers import Owned
+from msprobe_megatron.topology.shards_of.dtensors import local_part
+from msprobe_megatron.topology.shards_of.optimizers import Owned
 
 MASTER = "master_param"
-"""The state in which an optimizer keeps a master weight of its own."""
+"""Name of the state that holds an optimizer's own master weight."""
 _PLAIN = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def is_encoded(entry: Owned, name: str) -> bool:
-    """Whether the numbers of a state are not those that lie in its memory.
-
-    Example::
-
-        is_encoded(entry, "exp_avg")      # True with --exp-avg-dtype fp16
-    """
+    """Whether a state is stored in an encoded format."""
     if not hasattr(entry.optimizer, "get_unscaled_state"):
         return False
     stored = entry.state().get(name)
     if not isinstance(stored, torch.Tensor):
         return False
     stored = local_part(stored)
-    # bfloat16 has the range of float32 and needs no factor; a tensor of 8 bits calls itself one of float32.
+    # bfloat16 has the range of float32 and needs no scale; an 8-bit tensor subclass reports dtype float32.
     return stored.dtype not in _PLAIN or type(stored) not in (torch.Tensor, torch.nn.Parameter)
 
 
 def state_value(entry: Owned, name: str) -> torch.Tensor:
-    """The numbers of a state, as large as what the optimizer works on; a new tensor where they are kept encoded.
-
-    Example::
-
-        state_value(entry, "exp_avg").norm()
-    """
+    """The decoded values of a state, in the shape of ``entry.main``; a new tensor if they are stored encoded."""
     stored: Any = entry.state()[name]
     if not is_encoded(entry, name):
         return local_part(stored).detach()
@@ -53,23 +43,18 @@ def state_value(entry: Owned, name: str) -> torch.Tensor:
 
 
 def weight_value(entry: Owned) -> torch.Tensor:
-    """What a step of the optimizer changes, as exactly as it keeps it: its master weight, or what it works on.
-
-    Example::
-
-        before = weight_value(entry).clone()
-    """
+    """The weight that an optimizer step updates, in full precision: the master weight, or else ``entry.main``."""
     if MASTER in entry.state():
         return state_value(entry, MASTER)
     return local_part(entry.main).detach()
 
 
 def has_master(entry: Owned) -> bool:
-    """Whether the optimizer keeps the weight a second time, more exactly."""
+    """Whether the optimizer keeps a second copy of the weight in higher precision."""
     return entry.separate or MASTER in entry.state()
 
 
 def _joined(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """A float32 of a bfloat16 and the 16 bits below, which are negative where the bfloat16 was rounded up."""
+    """float32 from a bfloat16 and its low 16 bits, which are negative where the bfloat16 was rounded up."""
     high = weight.detach().view(torch.int16).to(torch.int32) << 16
     return high.add_(low).view(torch.float32)

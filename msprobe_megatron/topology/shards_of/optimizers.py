@@ -1,7 +1,7 @@
-"""What an optimizer holds of a model's parameters: Megatron's chains and shards, and any optimizer of torch.
+"""The parameters that an optimizer updates: Megatron's chained and distributed optimizers, and any optimizer of torch.
 
-Recognised by what they have, not by their class: forks and releases rename. Nothing here communicates or changes
-anything.
+Optimizers are recognised by their attributes, not by class, because forks and releases rename classes. Nothing here
+communicates or modifies state.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from msprobe_megatron.topology.dtensors import local_part
+from msprobe_megatron.topology.shards_of.dtensors import local_part
 
 
 class Owned(NamedTuple):
     """A parameter that an optimizer of this rank updates.
 
-    ``main`` is what the optimizer itself works on: the parameter, its copy in float32, or this rank's shard of it.
-    ``part`` is the range [start, stop) of the flattened parameter that the shard is; None for all of it.
+    ``main`` is the tensor that the optimizer updates: the parameter, its float32 copy, or this rank's shard of it.
+    ``part`` is the range [start, stop) of the flattened parameter that the shard covers; None for all of it.
     """
 
     parameter: nn.Parameter
@@ -29,24 +29,24 @@ class Owned(NamedTuple):
 
     @property
     def separate(self) -> bool:
-        """Whether the optimizer works on a copy of its own."""
+        """Whether the optimizer updates a separate copy."""
         if self.main is self.parameter:
             return False
         return _memory(self.main) != _memory(self.parameter)
 
     def gradient(self) -> torch.Tensor | None:
-        """The gradient that the optimizer is going to use; Megatron's precision-aware one keeps it apart."""
+        """The gradient that the optimizer uses; Megatron's precision-aware optimizer keeps it in another attribute."""
         found = getattr(self.main, "decoupled_grad", None)
         return found if isinstance(found, torch.Tensor) else self.main.grad
 
     def state(self) -> dict[str, Any]:
-        """The optimizer's own dictionary of what it keeps for the parameter; empty before the first step."""
-        # Not by `[]`: torch keeps states in a dictionary that makes what it is asked for.
+        """The optimizer's state dictionary of the parameter; empty before the first step."""
+        # Not by `[]`: the state is a defaultdict, which would create an entry.
         found: dict[str, Any] | None = getattr(self.optimizer, "state", {}).get(self.main)
         return {} if found is None else found
 
     def states(self) -> dict[str, torch.Tensor]:
-        """The states that are as large as the parameter: ``exp_avg``, ``momentum_buffer``, … by name."""
+        """The states with one value per element of the parameter, by name: ``exp_avg``, ``momentum_buffer``, …"""
         found, numel = self.state(), self.main.numel()
         return {
             str(name): value
@@ -60,12 +60,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def leaves(optimizer: Any) -> Iterator[Any]:
-    """The optimizers in a chain of chains, or the one that is none.
-
-    Example::
-
-        [type(leaf).__name__ for leaf in leaves(optimizer)]      # ['DistributedOptimizer', 'DistributedOptimizer']
-    """
+    """The optimizers of a (nested) chain, or the given one if it is not a chain."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
         if optimizer is not None:
@@ -76,17 +71,12 @@ def leaves(optimizer: Any) -> Iterator[Any]:
 
 
 def inner(leaf: Any) -> Any:
-    """The optimizer of torch inside Megatron's, or the optimizer itself; None inside one that has no parameters."""
+    """The torch optimizer inside Megatron's, or the optimizer itself; None for one that has no parameters."""
     return leaf if isinstance(leaf, torch.optim.Optimizer) else getattr(leaf, "optimizer", leaf)
 
 
 def owned(optimizer: Any) -> list[Owned]:
-    """All parameters that the optimizers of this rank update, in the order of their groups.
-
-    Example::
-
-        {entry.parameter: entry.part for entry in owned(optimizer)}
-    """
+    """All parameters that the optimizers of this rank update, in the order of their groups."""
     return [entry for leaf in leaves(optimizer) for entry in _of(leaf)]
 
 
@@ -110,7 +100,7 @@ def _of(leaf: Any) -> Iterator[Owned]:
 
 
 def _sharded(leaf: Any, base: Any) -> Iterator[Owned]:
-    """The distributed optimizer: its own map says which range of a parameter is this rank's."""
+    """Entries of the distributed optimizer; its range map gives this rank's part of each parameter."""
     held = {id(parameter) for group in base.param_groups for parameter in group["params"]}
     for models, mains, shards in (
         (leaf.model_float16_groups, leaf.shard_fp32_from_float16_groups, leaf.shard_float16_groups),
@@ -119,6 +109,6 @@ def _sharded(leaf: Any, base: Any) -> Iterator[Owned]:
         for model_group, main_group, shard_group in zip(models, mains, shards, strict=True):
             for model, main, shard in zip(model_group, main_group, shard_group, strict=True):
                 part = leaf._get_model_param_range_map(model)["param"]
-                # The precision-aware optimizer keeps the float32 copy to itself and is given the model's own shard.
+                # The precision-aware optimizer keeps the float32 copy internally and is given the model's own shard.
                 works_on = main if main is not None and id(main) in held else shard
                 yield Owned(model, works_on, base, (int(part.start), int(part.end)))

@@ -1,13 +1,14 @@
-"""Shard specs of parameters, from the attributes that Megatron's layers set on them."""
+"""Shard specs of parameters: those that Megatron declares, else from the attributes that its layers set on them."""
 
 from __future__ import annotations
 
-from msprobe_megatron.topology import legacy_modules
-from msprobe_megatron.topology.dtensors import distributed_spec
 from msprobe_megatron.topology.names import NamedParameter
 from msprobe_megatron.topology.shards import Cut, Dim, ShardSpec
+from msprobe_megatron.topology.shards_of import legacy
+from msprobe_megatron.topology.shards_of.declared import declared_spec
+from msprobe_megatron.topology.shards_of.dtensors import distributed_spec
 
-# Experts of these classes keep all local experts in one tensor; their place in the whole is not a cut of a dimension.
+# These classes keep all local experts in one tensor, whose position in the whole is not a shard of a dimension.
 _GROUPED = (
     "GroupedMLP",
     "TEGroupedMLP",
@@ -18,10 +19,7 @@ _GROUPED = (
 
 
 def parameter_spec(entry: NamedParameter) -> ShardSpec:
-    """How this rank's part of a parameter lies in the whole one.
-
-    Example: the fc1 weight of a SwiGLU MLP gives ``d0[tp:gated] d1``.
-    """
+    """Spec of this rank's part of a parameter."""
     parameter, module = entry.parameter, entry.owner.module
     kinds = {cls.__name__ for cls in type(module).__mro__}
     if kinds & set(_GROUPED):
@@ -29,14 +27,19 @@ def parameter_spec(entry: NamedParameter) -> ShardSpec:
     distributed = distributed_spec(parameter)
     if distributed is not None:
         return distributed
+    declared = declared_spec(parameter, entry.model)
+    if declared is not None:
+        return declared
     names = [f"d{index}" for index in range(parameter.dim())]
     cut_dim = _partition_dim(entry)
     if cut_dim is None:
         return ShardSpec(tuple(Dim(name) for name in names))
     axis = "etp" if getattr(module, "is_expert", False) else "tp"
-    order = "gated" if _is_gated(entry) and cut_dim == 0 else "contiguous"
-    dims = tuple(Dim(n, (Cut(axis, order),) if i == cut_dim else ()) for i, n in enumerate(names))
-    return ShardSpec(dims)
+    cut = Cut(axis, "gated" if _is_gated(entry) and cut_dim == 0 else "contiguous")
+    sizes = getattr(parameter, "partition_sizes", None)
+    if isinstance(sizes, list | tuple) and len(sizes) > 1 and sum(sizes) == parameter.shape[cut_dim]:
+        cut = Cut(axis, "packed", tuple(map(int, sizes)))
+    return ShardSpec(tuple(Dim(n, (cut,) if i == cut_dim else ()) for i, n in enumerate(names)))
 
 
 def _partition_dim(entry: NamedParameter) -> int | None:
@@ -48,9 +51,7 @@ def _partition_dim(entry: NamedParameter) -> int | None:
 
 
 def _is_gated(entry: NamedParameter) -> bool:
-    """Gate and up halves share one weight; Megatron's `partition_stride` does not say so in every release."""
+    """Whether gate and up halves share one weight, which `partition_stride` does not show in every release."""
     mlp = entry.owner.parent
     config = getattr(mlp, "config", None)
-    return entry.owner.attribute in ("linear_fc1", legacy_modules.GATED) and bool(
-        getattr(config, "gated_linear_unit", False)
-    )
+    return entry.owner.attribute in ("linear_fc1", legacy.GATED) and bool(getattr(config, "gated_linear_unit", False))

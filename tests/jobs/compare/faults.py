@@ -30,10 +30,12 @@ class Fault:
 
 def train(argv: list[str], fault: str) -> list[float]:
     """Train in this rank with a fault inside."""
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
+    from tests.jobs.compare.silent_casts import CASTS
+    from tests.jobs.compare.wrong_wiring import WIRING
 
-    chosen = FAULTS[fault]
+    chosen = {**FAULTS, **CASTS, **WIRING}[fault]
     chosen.before()
     return run(argv, Callbacks(ready=lambda chunks, optimizer: chosen.ready(chunks))).losses
 
@@ -89,9 +91,70 @@ def _norms_not_reduced() -> None:
     module._allreduce_non_tensor_model_parallel_grads = _nothing
 
 
+def _attention_memory(value: float) -> None:
+    """No fault: the memory that attention passes to a product with beta=0, which does not read it."""
+    from megatron.core.utils import GlobalMemoryBuffer
+
+    original = GlobalMemoryBuffer.get_tensor
+    GlobalMemoryBuffer.get_tensor = lambda *args, **kwargs: original(*args, **kwargs).fill_(value)
+
+
+def _weights_grow() -> None:
+    """Every step of the optimizer makes every weight larger by one percent."""
+    original = torch.optim.Adam.step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(1.01)
+        return result
+
+    torch.optim.Adam.step = step
+
+
+def _gradient_norm(change: Callable[[float], float]) -> None:
+    """The norm of the gradients comes out wrong; the gradients are right."""
+    from megatron.core.optimizer import clip_grads, optimizer
+
+    original = clip_grads.get_grad_norm_fp32
+
+    def wrong(*args: Any, **kwargs: Any) -> float:
+        return change(original(*args, **kwargs))
+
+    for module in (clip_grads, optimizer):
+        module.get_grad_norm_fp32 = wrong
+
+
+def _scores_of_layer_1(chunks: Chunks) -> None:
+    named(chunks, "decoder.layers.1.self_attention.core_attention").softmax_scale *= math.sqrt(2)
+
+
 def _attention_scale(chunks: Chunks) -> None:
     if _rank("tp") == 1:
         named(chunks, "decoder.layers.1.self_attention.core_attention").softmax_scale *= math.sqrt(2)
+
+
+def _no_mask(chunks: Chunks) -> None:
+    """Rank 1 lets the positions of layer 1 see the future: the mask is lost."""
+    if _rank("tp") == 1:
+        softmax = named(chunks, "decoder.layers.1.self_attention.core_attention.scale_mask_softmax")
+
+        def forward(original: Any, scores: torch.Tensor, mask: torch.Tensor, *more: Any) -> Any:
+            return original(scores, torch.zeros_like(mask), *more)
+
+        around(softmax, forward)
+
+
+def _norm_eps(chunks: Chunks) -> None:
+    """Rank 1 has another epsilon in the first norm of every layer, whose tensors all ranks hold alike."""
+    from msprobe_megatron.topology import names
+
+    if _rank("tp") == 1:
+        for entry in (entry for chunk in chunks for entry in names.modules(chunk)):
+            if entry.name.endswith(".input_layernorm"):
+                entry.module.eps = 1e-2
 
 
 def _rotary_without_offset() -> None:
@@ -101,7 +164,7 @@ def _rotary_without_offset() -> None:
 
 
 def _loss_by_wrong_count() -> None:
-    from msprobe_megatron.demo import train as demo
+    from msprobe_megatron.lab.demo import train as demo
 
     original = demo.token_loss
 
@@ -220,7 +283,7 @@ def _expert_rows_swapped(chunks: Chunks) -> None:
 
 
 def _other_data() -> None:
-    from msprobe_megatron.demo import data
+    from msprobe_megatron.lab.demo import data
 
     original = data.sample
     data.sample = lambda seed, index, length, vocabulary: original(seed, index + 100, length, vocabulary)
@@ -234,7 +297,7 @@ def _nan_in_weight(chunks: Chunks) -> None:
 
 def _nan_in_data() -> None:
     """The second microbatch comes with a mask of losses that holds a NaN."""
-    from msprobe_megatron.demo import train as demo
+    from msprobe_megatron.lab.demo import train as demo
 
     calls = []
 
@@ -311,9 +374,18 @@ def _nan_in_operator(chunks: Chunks) -> None:
 
 FAULTS = {
     "none": Fault(),
+    "again": Fault(),
     "no_reduction": Fault(ready=_no_reduction),
     "norms_not_reduced": Fault(before=_norms_not_reduced),
+    "memory_of_nan": Fault(before=lambda: _attention_memory(math.nan)),
+    "memory_of_others": Fault(before=lambda: _attention_memory(1e20)),
+    "weights_grow": Fault(before=_weights_grow),
+    "norm_counted_twice": Fault(before=lambda: _gradient_norm(lambda norm: norm * math.sqrt(2))),
+    "norm_of_this_rank": Fault(before=lambda: _gradient_norm(lambda norm: norm * (0.7 + 0.1 * _rank("tp")))),
+    "scores_of_layer_1": Fault(ready=_scores_of_layer_1),
     "attention_scale": Fault(ready=_attention_scale),
+    "no_mask": Fault(ready=_no_mask),
+    "norm_eps": Fault(ready=_norm_eps),
     "rotary_without_offset": Fault(before=_rotary_without_offset),
     "loss_by_wrong_count": Fault(before=_loss_by_wrong_count),
     "gate_and_up": Fault(ready=_gate_and_up),

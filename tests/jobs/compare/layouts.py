@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.compare.faults import train
-from tests.distributed.layouts import LAYOUTS, Jobs, Layout, flags_of
-from tests.forked import run_forked
+from tests.jobs.compare.faults import train
+from tests.jobs.distributed.layouts import LAYOUTS, Jobs, Layout, flags_of
+from tests.support.forked import run_forked
 
 _MOE = LAYOUTS["moe"].flags
+_CAPACITY = f"{_MOE} --moe-expert-capacity-factor 0.75"
 _ROPE = "--position-embedding-type rope"
 # The norm of keys has a bias whose gradient is zero but for rounding; without learned positions the embedding scatters.
 _NORMS = f"--untie-embeddings-and-output-weights --normalization LayerNorm --qk-layernorm --num-query-groups 2 {_ROPE}"
@@ -21,15 +22,22 @@ MORE = {
     ),
     "bf16": Layout(1, "--bf16", "bf16"),
     "bf16_tp2": Layout(2, "--bf16 --tensor-model-parallel-size 2", "bf16"),
+    "bf16_pp2": Layout(2, "--bf16 --pipeline-model-parallel-size 2", "bf16"),
     "mbs1": Layout(1, "--micro-batch-size 1"),
     "mbs1_dp2": Layout(2, "--micro-batch-size 1"),
     "rope": Layout(1, _ROPE, "rope"),
     "rope_cp2": Layout(2, f"{_ROPE} --context-parallel-size 2", "rope"),
     "moe_tp2": Layout(2, f"{_MOE} --tensor-model-parallel-size 2 --sequence-parallel", "moe"),
+    "moe_tp2_etp1": Layout(
+        2, f"{_MOE} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1", "moe"
+    ),
     "fp16": Layout(1, "--fp16 --loss-scale 1024", "fp16"),
     "fp16_tp2": Layout(2, "--fp16 --loss-scale 1024 --tensor-model-parallel-size 2", "fp16"),
     "qk_norm": Layout(1, _NORMS, "qk_norm"),
     "qk_norm_tp2_sp": Layout(2, f"{_NORMS} --tensor-model-parallel-size 2 --sequence-parallel", "qk_norm"),
+    "capacity": Layout(1, _CAPACITY, "capacity"),
+    "capacity_ep2": Layout(2, f"{_CAPACITY} --expert-model-parallel-size 2", "capacity"),
+    "capacity_tp2": Layout(2, f"{_CAPACITY} --tensor-model-parallel-size 2 --sequence-parallel", "capacity"),
     "wider": Layout(1, "--ffn-hidden-size 128"),
 }
 
@@ -47,6 +55,7 @@ class Runs:
         more["rank0.yaml"] = ("[0]\nranks: [0]", "")
         for name, (steps, measures) in more.items():
             (root / name).write_text(f"steps: {steps}\ndump: {{level: L0{measures}}}\n")
+        (root / "calls.yaml").write_text("steps: [0]\ndump: {level: mix}\n")
 
     def clean(self, layout: str) -> Path:
         """Steps 0 and 2 of a run without a fault."""
@@ -66,16 +75,20 @@ class Runs:
         """Step 0 with whole tensors, and also step 2 if three steps are asked for."""
         return self._trained(layout, fault, "tensors.yaml" if steps == 1 else "later_tensors.yaml", steps)
 
+    def called(self, layout: str, fault: str = "none") -> Path:
+        """Step 0 of two microbatches, with modules and API calls."""
+        return self._trained(layout, fault, "calls.yaml", 1, "--global-batch-size", "4")
+
     def partly(self, layout: str, probe: str) -> Path:
         """Step 0 of only the `second` microbatch, or of `rank0` only."""
         return self._trained(layout, "none", f"{probe}.yaml", 1)
 
-    def _trained(self, layout: str, fault: str, probe: str, steps: int) -> Path:
+    def _trained(self, layout: str, fault: str, probe: str, steps: int, *more: str) -> Path:
         out = self._root / f"{layout}_{fault}_{probe.removesuffix('.yaml')}"
         if not out.exists():
             known = {**LAYOUTS, **MORE}
             flags = flags_of("single", dropout=False) + known[layout].flags.split()
-            flags += ["--train-iters", str(steps), "--no-check-for-nan-in-loss-and-grad"]
+            flags += ["--train-iters", str(steps), "--no-check-for-nan-in-loss-and-grad", *more]
             flags += ["--msprobe-config", str(self._root / probe), "--msprobe-output", str(out)]
             run_forked(known[layout].world, train, flags, fault)
         return out

@@ -33,7 +33,7 @@ def test_divergence(runs, capsys, tmp_path):
     assert len(table) == sum(answer["counts"].values())
 
 
-def test_divergence_in_words_fits_a_terminal(runs, capsys):
+def test_divergence_in_words_fits_a_terminal(runs, capsys, on_a_terminal):
     golden, faulty = str(runs.clean("tp2")), str(runs.faulty("tp2", "attention_scale"))
     assert main(["compare", golden, faulty]) == 1
     text = capsys.readouterr().out
@@ -44,7 +44,11 @@ def test_divergence_in_words_fits_a_terminal(runs, capsys):
     assert "step 0, microbatch 0, forward, layer 1, ranks 1" in text
     assert "dot_product_attention.py" in text
     assert len(lines) <= 30
-    # A path longer than the screen may wrap; a line never exceeds it.
+    # In a pipe a sentence is one line, for grep. On a screen a path longer than it wraps; a line never exceeds it.
+    on_a_terminal()
+    assert main(["compare", golden, faulty]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 30
     assert max(map(len, lines)) <= 100
 
 
@@ -74,12 +78,12 @@ def test_noise_that_is_no_repetition_is_refused(runs, capsys, tmp_path):
     capsys.readouterr()
     for run, other, noise, why in (
         (golden, faulty, runs.clean("wider"), "the models differ: ffn_hidden_size is 64 and 128"),
-        (golden, faulty, runs.faulty("single", "other_data"), "it was given other data"),
-        (moe, moe, runs.faulty("ep2", "expert_not_loaded"), "its weights are others, decoder.layers.1.mlp.experts"),
+        (golden, faulty, runs.faulty("single", "other_data"), "its input data differ"),
+        (moe, moe, runs.faulty("ep2", "expert_not_loaded"), "its weights differ, decoder.layers.1.mlp.experts"),
     ):
         assert main(["compare", run, other, "--noise", str(noise)]) == 2
         text = " ".join(capsys.readouterr().out.split())
-        assert f"is no repetition of {run}: {why}" in text
+        assert f"is not a repetition of {run}: {why}" in text
     assert main(["compare", golden, faulty, "--step", "0", "--noise", golden]) == 1
     capsys.readouterr()
     assert main(["compare", golden, golden, "--step", "2", "--noise", str(faulty)]) == 2

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from msprobe_megatron.analyse.diagnose import diagnose
-from msprobe_megatron.analyse.load import open_run
+from msprobe_megatron.analysis.diagnose.diagnose import diagnose
+from msprobe_megatron.analysis.load.run import open_run
 from msprobe_megatron.cli import main
 
 
@@ -57,26 +57,30 @@ def test_replicas_that_differ(runs):
     assert where["ranks"] == [0, 1]
 
 
-def test_the_command(runs, capsys):
+def test_the_command(runs, capsys, on_a_terminal):
     assert main(["diagnose", str(runs.clean("tp2"))]) == 0
-    assert "all numbers finite" in capsys.readouterr().out
+    assert "all values finite" in capsys.readouterr().out
     faulty = str(runs.faulty("tp2", "nan_in_operator"))
     assert main(["diagnose", faulty, "--json"]) == 1
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert findings[0]["where"]["module"] == "decoder.layers.1.pre_mlp_layernorm"
     assert main(["diagnose", faulty]) == 1
     text = capsys.readouterr().out
-    assert "first non-finite number: 1 of 1024 elements of decoder.layers.1.pre_mlp_layernorm output" in text
+    assert "first non-finite value: 1 of 1024 elements of decoder.layers.1.pre_mlp_layernorm output" in text
     assert "transformer_layer.py" in text
-    assert "next: record this module alone" in text
-    assert max(map(len, text.splitlines())) <= 100
+    assert "next: record only this module" in text
+    assert max(map(len, text.splitlines())) > 100, "a sentence in a pipe is one line, for grep"
+    on_a_terminal()
+    assert main(["diagnose", faulty]) == 1
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
 def test_a_fault_of_the_kit_is_a_finding(runs, tmp_path, capsys):
     """Told by an event alone: the rank that had it may have had no time to write its ledger."""
     run = tmp_path / "run"
     shutil.copytree(runs.clean("tp2"), run)
-    event = {"event": "fault", "rank": 1, "step": 2, "text": "disarmed after a fault in writer: OSError: disk full"}
+    text = "probe disabled by an internal error in writer: OSError: disk full"
+    event = {"event": "fault", "rank": 1, "step": 2, "text": text}
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
     assert main(["diagnose", str(run), "--json"]) == 1

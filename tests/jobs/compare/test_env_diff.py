@@ -2,8 +2,8 @@
 
 import json
 
-from msprobe_megatron.analyse.env_diff import ORDER, effect_of, env_diff
-from msprobe_megatron.analyse.load import Run, open_run
+from msprobe_megatron.analysis.load.run import Run, open_run
+from msprobe_megatron.analysis.settings.env_diff import ORDER, effect_of, env_diff
 from msprobe_megatron.cli import main
 
 
@@ -45,7 +45,7 @@ def test_the_command(runs, capsys):
     assert main(["env-diff", single, tp2]) == 1
     text = capsys.readouterr().out
     assert "tensor_model_parallel_size" in text
-    assert "differences of rounding" in text
+    assert "different summation order" in text
     assert "num_layers" not in text
     assert main(["env-diff", single, single]) == 0
     assert "no setting differs" in capsys.readouterr().out

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.analyse.exchanges import exchanges, totals
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.view_comm import communication
-from tests.demo_runs import demo_run
+from msprobe_megatron.analysis.diagnose.exchanges import exchanges, totals
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.analysis.page.trends import communication
+from tests.support.demo_runs import demo_run
 
 MICROBATCHES = 2
 

@@ -1,7 +1,7 @@
 """Runs that recorded only a part: what is there is compared, what is missing has a reason and is no divergence."""
 
-from msprobe_megatron.analyse.compare import compare
-from msprobe_megatron.analyse.load import open_run
+from msprobe_megatron.analysis.compare.compare import compare
+from msprobe_megatron.analysis.load.run import open_run
 
 
 def test_one_microbatch(runs):

@@ -4,9 +4,9 @@ import resource
 
 import pytest
 
-from msprobe_megatron.analyse.compare import compare
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.bench.synthetic_runs import make
+from msprobe_megatron.analysis.compare.compare import compare
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.lab.bench.models.synthetic_runs import make
 
 
 def _check(tmp_path, *, layers, samples, fault, golden, other, first_rank):

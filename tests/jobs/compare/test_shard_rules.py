@@ -7,10 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.analyse.compare import compare
-from msprobe_megatron.analyse.load import RunError, open_run
+from msprobe_megatron.analysis.compare.compare import compare
+from msprobe_megatron.analysis.load.run import RunError, open_run
 from msprobe_megatron.cli import main
-from msprobe_megatron.config import ConfigError, shards
+from msprobe_megatron.config import ConfigError
+from msprobe_megatron.config.sections import shards
 from msprobe_megatron.topology.shards import ORDERS, ShardSpec
 
 _FC1 = "s b[dp:samples] f[tp:gated]"
@@ -24,7 +25,8 @@ def unknown(runs, tmp_path_factory):
     for file in root.glob("step_*/rank_*/records.parquet"):
         table = pq.read_table(file)
         ours = [
-            n.endswith("linear_fc1") and io == "output" for n, io in zip(*(_texts(table, c) for c in ("name", "io")))
+            (n.endswith("linear_fc1"), io, path) == (True, "output", "0")
+            for n, io, path in zip(*(_texts(table, c) for c in ("name", "io", "path")), strict=True)
         ]
         texts = ["?nobody knows" if hit else text for hit, text in zip(ours, _texts(table, "shard"), strict=True)]
         whole = [None if hit else w for hit, w in zip(ours, table.column("global_shape").to_pylist(), strict=True)]
@@ -40,7 +42,8 @@ def _texts(table, column):
 
 
 def _fc1(result):
-    return [r for r in result.table.to_pylist() if r["name"].endswith("linear_fc1") and r["io"] == "output"]
+    rows = (row for row in result.table.to_pylist() if row["name"].endswith("linear_fc1"))
+    return [row for row in rows if row["io"] == "output" and row["path"] == "0"]
 
 
 def test_a_spec_makes_the_unknown_comparable(runs, unknown, tmp_path, capsys):
@@ -68,7 +71,7 @@ def test_a_wrong_spec_diverges(runs, unknown):
 
 
 def test_a_spec_of_other_dimensions_says_so(runs, unknown):
-    rules = (shards.ShardRule("linear_fc1", "s h", io="output"),)
+    rules = (shards.ShardRule("linear_fc1", "s h", io="output", path="0"),)
     result = compare(open_run(runs.saved("single")), open_run(unknown, rules))
     assert list(result.layout) == ["3 dimensions where 's h' was given"]
 
@@ -77,7 +80,7 @@ def test_the_probe_file_of_a_run_may_hold_specs(runs, unknown, tmp_path):
     root = tmp_path / "own"
     shutil.copytree(unknown, root)
     facts = json.loads((root / "run.json").read_text())
-    facts["probe"]["content"]["shards"] = [{"name": "/fc1$/", "io": "output", "shard": _FC1}]
+    facts["probe"]["content"]["shards"] = [{"name": "/fc1$/", "io": "output", "path": "0", "shard": _FC1}]
     (root / "run.json").write_text(json.dumps(facts))
     assert {row["state"] for row in _fc1(compare(open_run(runs.saved("single")), open_run(root)))} == {"agree"}
     # What the command line says goes first.
@@ -93,7 +96,7 @@ def test_a_spec_that_fits_nothing_is_told(runs):
     rules = (shards.ShardRule("nobody", "s b h"),)
     result = compare(open_run(runs.saved("single"), rules), open_run(runs.saved("tp2"), rules))
     assert result.verdict == "agree"
-    assert "shards: 'nobody' fits no recorded tensor" in result.hints
+    assert "shards: 'nobody' matches no recorded tensor" in result.hints
 
 
 def test_statistics_and_digests_of_a_changed_spec(runs):

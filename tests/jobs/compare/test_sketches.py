@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from msprobe_megatron.analyse.compare import compare
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.match import match
+from msprobe_megatron.analysis.compare.compare import compare
+from msprobe_megatron.analysis.compare.match import match
+from msprobe_megatron.analysis.load.run import open_run
 
 _PAIRS = [
     *(("single", layout) for layout in ("tp2", "tp2_sp", "cp2", "pp2_vpp2", "dp2_distopt")),

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from msprobe_megatron.analyse.compare import compare
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.tensors import read_tensor
+from msprobe_megatron.analysis.compare.compare import compare
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.analysis.load.saved_tensors import read_tensor
 from msprobe_megatron.cli import main
-from tests.compare.test_faults import _FAULTS
-from tests.compare.test_matrix import _PAIRS
+from tests.jobs.compare.test_faults import _FAULTS
+from tests.jobs.compare.test_matrix import _PAIRS
 
 _QUICK = [
     *(("single", layout) for layout in ("tp2_sp", "cp2", "dp2_distopt", "mbs1_dp2", "bf16")),
@@ -106,7 +106,7 @@ def test_the_command_tells_where_elements_differ(runs, capsys):
     assert (answer["tensors"], answer["first_divergence"]["elements"]) == (0, None)
     assert main(arguments) == 1
     text = " ".join(capsys.readouterr().out.split())
-    assert "elements differ, by" in text
+    assert "elements differ, relative L2 error" in text
     assert "compared element by element" in text
 
 

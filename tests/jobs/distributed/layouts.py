@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.forked import run_forked
+from tests.support.forked import run_forked
 
 _SHAPE = (
     "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16"
@@ -58,10 +59,17 @@ def flags_of(layout: str, *, dropout: bool) -> list[str]:
     return (text if dropout else text + _PLAIN).split()
 
 
-def train_and_keep(argv: list[str]) -> dict[str, Any]:
-    """Train in this rank and return every number that the kit must not change."""
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+def train_and_keep(
+    argv: list[str],
+    each_step: Callable[[], None] | None = None,
+    ready: Callable[[list[torch.nn.Module]], None] | None = None,
+) -> dict[str, Any]:
+    """Train in this rank and return every number that the kit must not change.
+
+    `ready` is called with the chunks before the first step, `each_step` after each.
+    """
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     chunks_seen: list[Any] = []
     gradients: list[torch.Tensor] = []
@@ -78,8 +86,15 @@ def train_and_keep(argv: list[str]) -> dict[str, Any]:
 
         states["torch"] = torch.get_rng_state()
         states["tracker"] = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
+        if each_step is not None:
+            each_step()
 
-    callbacks = Callbacks(ready=lambda chunks, optimizer: chunks_seen.extend(chunks), gradients=keep, step=after)
+    def built(chunks: list[torch.nn.Module], optimizer: Any) -> None:
+        chunks_seen.extend(chunks)
+        if ready is not None:
+            ready(chunks)
+
+    callbacks = Callbacks(ready=built, gradients=keep, step=after)
     result = run(argv, callbacks)
     parameters = {f"{i}.{n}": p.detach().clone() for i, c in enumerate(result.chunks) for n, p in c.named_parameters()}
     return {

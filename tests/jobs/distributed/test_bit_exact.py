@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.layouts import LAYOUTS
+from tests.jobs.distributed.layouts import LAYOUTS
 
 
 def same(left, right):

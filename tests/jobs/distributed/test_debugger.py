@@ -2,16 +2,16 @@
 
 import json
 
-from msprobe_megatron.analyse.load import open_run
-from tests.distributed.layouts import LAYOUTS, flags_of
-from tests.distributed.test_bit_exact import same
-from tests.forked import run_forked
+from msprobe_megatron.analysis.load.run import open_run
+from tests.jobs.distributed.layouts import LAYOUTS, flags_of
+from tests.jobs.distributed.test_bit_exact import same
+from tests.support.forked import run_forked
 
 
 def train(config, argv):
     from msprobe_megatron import PrecisionDebugger
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     debugger = PrecisionDebugger(config_path=config)
     debugger.set_init_step(10)

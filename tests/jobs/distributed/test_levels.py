@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.merge import merged
-from tests.distributed.layouts import LAYOUTS, flags_of, train_and_keep
-from tests.distributed.test_bit_exact import same
-from tests.forked import run_forked
+from msprobe_megatron.analysis.compare.merge import merged
+from msprobe_megatron.analysis.load.run import open_run
+from tests.jobs.distributed.layouts import LAYOUTS, flags_of, train_and_keep
+from tests.jobs.distributed.test_bit_exact import same
+from tests.support.forked import run_forked
 
 _LAYOUTS = ("single", "tp2", "pp2", "recompute", "ep2")
 _PROBE = "steps: [0]\ndump: {level: mix, digest: true, sketch: 8, apis: all}\n"
@@ -180,6 +180,6 @@ def test_sites_have_stacks_of_the_training_code(mixed):
     out, _ = mixed("single")
     sites = json.loads((out / "step_000000/rank_00000/sites.json").read_text())
     silu = next(s for s in sites["apis"] if s["name"] == "decoder.layers.0.mlp/torch.nn.functional.silu.0")
-    assert "mlp.py" in silu["stack"][0] and not any("/msprobe_megatron/sites/" in line for line in silu["stack"])
+    assert "mlp.py" in silu["stack"][0] and not any("/msprobe_megatron/job/" in line for line in silu["stack"])
     ids = [site["site"] for site in (*sites["modules"], *sites["apis"])]
     assert len(ids) == len(set(ids))

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.merge import merged
+from msprobe_megatron.analysis.compare.merge import merged
+from msprobe_megatron.analysis.load.run import open_run
 
 _LAYOUTS = ("tp2", "tp2_sp", "pp2", "pp2_vpp2", "tp2_pp2", "cp2", "recompute")
 _KINDS = ("activation", "gradient", "parameter", "grad_reduced")
@@ -60,10 +60,10 @@ def test_distributed_optimizer_ranges_tile_the_gradients(jobs):
 
 def test_a_wrong_shard_is_seen(jobs, monkeypatch):
     """The comparison fails when the merge forgets that TP ranks hold different parts."""
-    from msprobe_megatron.analyse import merge
+    from msprobe_megatron.analysis.compare import merge
 
-    original = merge._layout
-    monkeypatch.setattr(merge, "_layout", lambda text, sizes: original(text.replace("[tp]", ""), sizes))
+    original = merge.merge_plan
+    monkeypatch.setattr(merge, "merge_plan", lambda text, sizes: original(text.replace("[tp]", ""), sizes))
     single = tensors(jobs.probed("single", dropout=False)[0], 0)
     whole = tensors(jobs.probed("tp2", dropout=False)[0], 0)
     assert any(whole[key][0] != single[key][0] for key in whole)

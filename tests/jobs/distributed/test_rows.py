@@ -2,8 +2,8 @@
 
 import pytest
 
-from msprobe_megatron.analyse.load import open_run
-from tests.distributed.layouts import LAYOUTS
+from msprobe_megatron.analysis.load.run import open_run
+from tests.jobs.distributed.layouts import LAYOUTS
 
 _WHAT = "kind, name, io, path"
 

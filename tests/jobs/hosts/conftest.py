@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.megatron_lm import Host
+from tests.jobs.hosts.megatron_lm import Host
 
 # Variable -> what is not tested without it.
 VARIABLES = {

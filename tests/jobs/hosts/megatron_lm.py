@@ -10,8 +10,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from msprobe_megatron.rehearsal.finding import STAND_INS
-from tests.ports import free_port
+from msprobe_megatron.hosts.rehearsal.finding import STAND_INS
+from tests.support.ports import free_port
 
 # What the script needs to run where there is no accelerator; the model is the smallest that has every part.
 _FLAGS = shlex.split("""

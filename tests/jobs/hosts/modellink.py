@@ -1,4 +1,4 @@
-"""Rehearses the recipes of a ModelLink or MindSpeed-LLM checkout on CPU, by scripts/msprobe_run.sh or without the kit.
+"""Rehearses the recipes of a ModelLink or MindSpeed-LLM checkout on CPU, by `launch` or without the kit.
 
 The recipes are untouched: `--rehearse` makes them fit this machine. Megatron lies in the checkout, as the installation
 tells; MindSpeed and the packages of the host's requirements.txt are found on PYTHONPATH, or, as the two hosts want
@@ -15,18 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.megatron_lm import Finished
-from tests.recipes.stub import RECIPES, ROOT, RUNNER, SHIMS
+from tests.jobs.hosts.megatron_lm import Finished
+from tests.unit.hosts.launching.stub import RECIPES, ROOT, RUNNER, SHIMS
 
 WORLD = 2
 PROBE = "steps: [0, 2]\ndump: {level: L0, task: statistics}\n"
 # As a rehearsal's processes begin, without a recipe.
 _IMPORT = """
 import pathlib
-from msprobe_megatron.backends import cpu
-from msprobe_megatron.rehearsal.finding import needed_by, offer
+from msprobe_megatron.job.devices import megatron_on_cpu
+from msprobe_megatron.hosts.rehearsal.finding import needed_by, offer
 
-cpu.install()
+megatron_on_cpu.install()
 offer(needed_by(pathlib.Path()))
 import {package}
 """

@@ -9,12 +9,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.analyse.diagnose import diagnose
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.overlays import Overlay, all_overlays
-from tests.hosts.megatron_lm import Finished
-from tests.hosts.modellink import WORLD, Host
-from tests.recipes.stub import RECIPES, Bench
+from msprobe_megatron.analysis.diagnose.diagnose import diagnose
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.hosts.launching.overlays import Overlay, all_overlays
+from tests.jobs.hosts.megatron_lm import Finished
+from tests.jobs.hosts.modellink import WORLD, Host
+from tests.unit.hosts.launching.stub import RECIPES, Bench
 
 
 def overlays_of(host: str) -> dict[str, Overlay]:

@@ -6,11 +6,11 @@ import types
 
 import pytest
 
-from msprobe_megatron.arguments import Flags
-from msprobe_megatron.patching import Patch, PatchSet
-from tests.forked import run_forked
-from tests.integrations.rows import probe, steps
-from tests.integrations.test_frameworks import tiny_megatron
+from msprobe_megatron.config.flags import Flags
+from msprobe_megatron.job.patching.patch_set import Patch, PatchSet
+from tests.jobs.integrations.rows import probe, steps
+from tests.jobs.integrations.test_frameworks import tiny_megatron
+from tests.support.forked import run_forked
 
 
 def fake_training(chunks, make_optimizer):
@@ -26,7 +26,7 @@ def fake_training(chunks, make_optimizer):
 
 
 def job(folder, replaced):
-    from msprobe_megatron.arming import arm
+    from msprobe_megatron.job.session.arming import arm
 
     chunks, make_optimizer, train = tiny_megatron()
     module = fake_training(chunks, make_optimizer)
@@ -49,13 +49,13 @@ def test_the_model_is_found_even_where_setup_was_replaced(tmp_path, replaced):
 
 
 def broken(folder, strict):
-    from msprobe_megatron import attaching
-    from msprobe_megatron.arming import arm
+    from msprobe_megatron.job.session import session as module
+    from msprobe_megatron.job.session.arming import arm
 
     def attach(*args, **kwargs):
         raise KeyError("a bug of the kit")
 
-    attaching.attach = attach
+    module.attach = attach
     said = []
     sys.stderr = types.SimpleNamespace(write=said.append, flush=lambda: None)
     armed = arm(Flags(config=str(folder / "probe.yaml"), strict=strict), install=False)
@@ -69,7 +69,7 @@ def broken(folder, strict):
 def test_a_fault_while_attaching_does_not_stop_the_job(tmp_path):
     probe(tmp_path)
     (said,) = run_forked(1, broken, tmp_path, False)
-    assert "could not attach: KeyError: 'a bug of the kit'; training goes on unobserved" in said
+    assert "could not attach: KeyError: 'a bug of the kit'; training continues without the probe" in said
     assert run_forked(1, broken, tmp_path, True) == ["stopped"]
 
 
@@ -103,13 +103,13 @@ def test_sets_of_patches_that_overlap_in_time_leave_nothing_behind(monkeypatch):
 def test_an_unknown_release_gives_a_sentence(monkeypatch):
     from msprobe_megatron.patches.schedules import PATCHES
 
-    from msprobe_megatron.patching import PatchError
+    from msprobe_megatron.job.patching.attributes import PatchError
 
     module = types.ModuleType("megatron.core.pipeline_parallel.schedules")
     module.forward_step = lambda batch, network: None
     monkeypatch.setitem(sys.modules, module.__name__, module)
     forward_step = [patch for patch in PATCHES if patch.id == "schedules.forward_step"]
-    with pytest.raises(PatchError, match="has no parameter 'model': this release is not known"):
+    with pytest.raises(PatchError, match="has no parameter 'model': this release is not supported"):
         PatchSet(forward_step, None).apply()
     others = [patch for patch in PATCHES if patch.phase == "functions"]
     with pytest.raises(PatchError, match=r"cannot patch .*forward_backward_no_pipelining.*megatron-core is"):
@@ -120,7 +120,7 @@ def job_with_yaml_cfg(folder):
     """Megatron's `--yaml-cfg` throws the parsed command line away and returns namespaces made of the YAML file."""
     import argparse
 
-    from msprobe_megatron.arming import arm
+    from msprobe_megatron.job.session.arming import arm
 
     chunks, make_optimizer, train = tiny_megatron()
     module = fake_training(chunks, make_optimizer)

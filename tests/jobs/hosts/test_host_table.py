@@ -1,4 +1,4 @@
-"""scripts/host_table.py: rows of other hosts stay, new ones take the place of old ones; the README's come from them."""
+"""tools/host_table.py: rows of other hosts stay, new ones take the place of old ones; the README's come from them."""
 
 import importlib.util
 import sys
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("host_table", ROOT / "scripts/host_table.py")
+ROOT = Path(__file__).resolve().parents[3]
+spec = importlib.util.spec_from_file_location("host_table", ROOT / "tools/host_table.py")
 host_table = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = host_table
 spec.loader.exec_module(host_table)

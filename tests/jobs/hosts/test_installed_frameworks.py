@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.forked import run_forked
-from tests.hosts.conftest import FRAMEWORKS, folder_of
-from tests.integrations.rows import faults, probe, rows, steps
-from tests.integrations.test_frameworks import tiny_megatron
+from tests.jobs.hosts.conftest import FRAMEWORKS, folder_of
+from tests.jobs.integrations.rows import faults, probe, rows, steps
+from tests.jobs.integrations.test_frameworks import tiny_megatron
+from tests.support.forked import run_forked
 
 
 def installed(name):
@@ -39,7 +39,7 @@ def check(tmp_path, step, recorded):
 
 def bridge(folder, package):
     """Events are fired as megatron/bridge/training/train.py does, by its own manager with its own context."""
-    from msprobe_megatron.integrations.megatron_bridge import ProbeCallback
+    from msprobe_megatron.hosts.integrations.megatron_bridge import ProbeCallback
 
     module = load("bridge_callbacks", package / "training/callbacks.py")
     callback = ProbeCallback(str(folder / "probe.yaml"))
@@ -72,7 +72,7 @@ def test_megatron_bridge_itself(tmp_path):
 
 def swift(folder, package):
     """A callback beside one of ms-swift's own, called by the events that its trainer calls, in its order."""
-    from msprobe_megatron.integrations import ms_swift
+    from msprobe_megatron.hosts.integrations import ms_swift
 
     own = load("swift_callbacks_base", package / "megatron/callbacks/base.py").MegatronCallback
     table = {"own": own}
@@ -121,7 +121,7 @@ def verl(folder):
     """verl's own engine with a model that Megatron made: its zeroing and its step."""
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
-    from msprobe_megatron.integrations.verl import attach_engine
+    from msprobe_megatron.hosts.integrations.verl import attach_engine
 
     chunks, make_optimizer, train = tiny_megatron()
     engine = MegatronEngine.__new__(MegatronEngine)
@@ -151,7 +151,7 @@ def test_slime_itself():
         for node in ast.walk(words)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "custom_init"
     ]
-    from msprobe_megatron.integrations.slime import init
+    from msprobe_megatron.hosts.integrations.slime import init
 
     # One argument, as its hook is called; its model is made later, by the very function that the kit waits for.
     inspect.signature(init).bind(*called.args)

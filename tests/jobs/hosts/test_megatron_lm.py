@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tests.hosts.modellink import Host
-from tests.hosts.recipes import check_rehearsal
+from tests.jobs.hosts.modellink import Host
+from tests.jobs.hosts.recipes import check_rehearsal
 
 # Overlay -> the recipe it is for.
 RECIPES = {

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.hosts.conftest import checkout
-from tests.hosts.modellink import Host
-from tests.hosts.recipes import check_rehearsal, check_same_numbers, check_start, overlays_of, recipes_of
+from tests.jobs.hosts.conftest import checkout
+from tests.jobs.hosts.modellink import Host
+from tests.jobs.hosts.recipes import check_rehearsal, check_same_numbers, check_start, overlays_of, recipes_of
 
 OVERLAYS = overlays_of("mindspeed_llm")
 

@@ -8,10 +8,10 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
-from tests.hosts.conftest import checkout
-from tests.hosts.modellink import Host
-from tests.hosts.recipes import check_rehearsal, check_same_numbers, check_start, overlays_of, recipes_of
-from tests.recipes.stub import ROOT
+from tests.jobs.hosts.conftest import checkout
+from tests.jobs.hosts.modellink import Host
+from tests.jobs.hosts.recipes import check_rehearsal, check_same_numbers, check_start, overlays_of, recipes_of
+from tests.unit.hosts.launching.stub import ROOT
 
 OVERLAYS = overlays_of("modellink")
 PAGES = ("docs/hosts/modellink.md", "README.md")
@@ -34,7 +34,7 @@ def test_an_unedited_recipe_is_started_under_the_kit(modellink, tmp_path, name):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_two_lines_name_a_recipe_that_is_there(modellink, page):
-    lines = lines_of(page, r"bash \S+/msprobe_run.sh .*--overlay")
+    lines = lines_of(page, r"msprobe-megatron launch .*--overlay")
     assert len(lines) == 2, "the real job, and its rehearsal"
     for line in lines:
         overlay, recipe = line.split("--overlay ")[1].split(" -- ")
@@ -51,7 +51,7 @@ def host(modellink):
 
 
 def test_the_readmes_line_goes_from_nothing_to_a_dump_without_a_device(host, tmp_path):
-    (line,) = lines_of("README.md", r"bash \S+/msprobe_run.sh --rehearse")
+    (line,) = lines_of("README.md", r"msprobe-megatron launch --rehearse")
     before = host.state()
     place = host.links(tmp_path)
     done = host.line(line, place)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-PAGES = Path(__file__).resolve().parents[2] / "docs/hosts"
+PAGES = Path(__file__).resolve().parents[3] / "docs/hosts"
 HOSTS = [path for path in sorted(PAGES.glob("*.md")) if path.name not in ("table.md", "recipes.md")]
 LONGEST = 90
 

@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from tests.distributed.layouts import flags_of
-from tests.forked import run_forked
-from tests.hosts.patch_manager import StandInManager
+from tests.jobs.distributed.layouts import flags_of
+from tests.jobs.hosts.patch_manager import StandInManager
+from tests.support.forked import run_forked
 
 SCHEDULE = "megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining"
 
@@ -51,8 +51,8 @@ def foreign(calls, *, keep_trace):
 
 def job(out, when, path, keep_trace):
     """Train three iterations; the foreign patches come `when`: before the kit, or after its first step."""
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     calls, patches = Counter(), manager(path)
     replacement, feature_wrapper = foreign(calls, keep_trace=keep_trace)
@@ -129,7 +129,7 @@ TUNING = {"swap_modules", "swap_optimizer_times", "coc_mode", "coc_parallel_num"
 
 def test_every_such_feature_of_mindspeed_is_in_the_table(mindspeed):
     """Fused exchanges, repeats ahead of time and trips to the host, by the words that MindSpeed's own flags have."""
-    from msprobe_megatron.topology.blind_spots import BLIND_SPOTS
+    from msprobe_megatron.topology.host.blind_spots import BLIND_SPOTS
 
     flag = re.compile(r"add_argument\(\s*['\"]--([a-z0-9-]*(?:swap|mc2|coc|in-advance|in-bubble)[a-z0-9-]*)['\"]")
     source = "\n".join(path.read_text(errors="replace") for path in (mindspeed / "mindspeed").rglob("*.py"))
@@ -153,7 +153,7 @@ def test_every_such_feature_of_mindspeed_is_in_the_table(mindspeed):
 def test_what_a_feature_hides_is_named(options, named):
     from argparse import Namespace
 
-    from msprobe_megatron.topology.blind_spots import unseen
+    from msprobe_megatron.topology.host.blind_spots import unseen
 
     assert [text.partition(":")[0] for text in unseen(Namespace(**options), None)] == named
 
@@ -172,6 +172,6 @@ def test_what_a_feature_hides_is_named(options, named):
 def test_order_of_the_sequence_over_context_parallel_ranks(options, order):
     from argparse import Namespace
 
-    from msprobe_megatron.topology.blind_spots import context_parallel_order
+    from msprobe_megatron.topology.host.blind_spots import context_parallel_order
 
     assert context_parallel_order(Namespace(**options)) == order

@@ -2,10 +2,10 @@
 
 import pytest
 
-from msprobe_megatron.analyse.compare import compare
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.checkpoints.differ import diff
-from msprobe_megatron.checkpoints.opening import open_checkpoint
+from msprobe_megatron.analysis.checkpoints.differ import diff
+from msprobe_megatron.analysis.checkpoints.opening import open_checkpoint
+from msprobe_megatron.analysis.compare.compare import compare
+from msprobe_megatron.analysis.load.run import open_run
 
 
 @pytest.fixture(scope="module")

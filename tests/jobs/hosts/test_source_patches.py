@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-SOURCE = Path(__file__).resolve().parents[2] / "patches/source"
+SOURCE = Path(__file__).resolve().parents[3] / "patches/source"
 LINE = "import msprobe_megatron.adaptor"
 OLD = '# Copyright line\n"""Pretrain GPT."""\n\nimport os\nprint(os.name)\n'
 NEW = '# Copyright line\n\n"""Pretrain and SFT GPT."""\n\n# Capture the import time\nimport time\n'

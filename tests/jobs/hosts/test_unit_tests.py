@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # Those that run in one process on a CPU in a few seconds, whatever their outcome there.
 FILES = (
     "transformer/test_mlp.py",
@@ -34,7 +34,7 @@ def results(host, state, folder):
     files = [f"tests/unit_tests/{name}" for name in FILES if (host.checkout / "tests/unit_tests" / name).exists()]
     path = os.pathsep.join([str(host.checkout), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Their package `tests` comes first on the path; the plugin is found under a name of its own.
-    (folder / "msprobe_unit_tests.py").write_text((ROOT / "tests/hosts/unit_tests_plugin.py").read_text())
+    (folder / "msprobe_unit_tests.py").write_text((ROOT / "tests/jobs/hosts/unit_tests_plugin.py").read_text())
     settings = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     found = folder / f"{state}.json"
     done = subprocess.run(

@@ -66,7 +66,7 @@ def test_a_release_whose_groups_are_asked_in_another_way_trains_on(tmp_path):
     done = run(tmp_path, {"megatron/core/parallel_state.py": ""}, *JOB)
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
     (said,) = done.stderr.splitlines()
-    assert "could not attach" in said and "training goes on unobserved (megatron-core: 9.9.0)" in said
+    assert "could not attach" in said and "training continues without the probe (megatron-core: 9.9.0)" in said
 
 
 def test_without_megatron(tmp_path):

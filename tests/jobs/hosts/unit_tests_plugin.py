@@ -1,7 +1,7 @@
 """Plugin for Megatron's own unit tests, on CPU: with the kit off, armed and idle, or recording every test.
 
-Loaded by `-p tests.hosts.unit_tests_plugin` into a pytest of its own; `MSPROBE_STATE` says which, `MSPROBE_RESULTS`
-names the file for the outcome of each test.
+Loaded by `-p tests.jobs.hosts.unit_tests_plugin` into a pytest of its own; `MSPROBE_STATE` says which,
+`MSPROBE_RESULTS` names the file for the outcome of each test.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from msprobe_megatron.backends import cpu
+from msprobe_megatron.job.devices import megatron_on_cpu
 
 STATE = os.environ["MSPROBE_STATE"]
 RESULTS = Path(os.environ["MSPROBE_RESULTS"])
@@ -25,7 +25,7 @@ _numbers = itertools.count()
 _outcomes: dict[str, str] = {}
 _open: list = []
 
-cpu.install()
+megatron_on_cpu.install()
 # What their conftest would fetch from the network is not needed by these tests.
 _download = types.ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")
 _download.download_and_extract_asset = lambda *args, **kwargs: True

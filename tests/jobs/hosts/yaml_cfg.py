@@ -1,11 +1,11 @@
 """Writes the file that Megatron-LM's own `--yaml-cfg` reads, from its own parser: every flag with its value.
 
-    python tests/hosts/yaml_cfg.py OUT.yaml --num-layers 2 …        with a checkout on PYTHONPATH
+    python tests/jobs/hosts/yaml_cfg.py OUT.yaml --num-layers 2 …        with a checkout on PYTHONPATH
 
 Fields of the model's and the parallel configuration stand in sections; those that Megatron's check reads at the top
 cannot stand in a section too.
 
-    python tests/hosts/yaml_cfg.py --refused FILE.yaml…
+    python tests/jobs/hosts/yaml_cfg.py --refused FILE.yaml…
 
 prints what Megatron says to such files by itself: no line of the kit is imported.
 """
@@ -40,9 +40,9 @@ def section(cls, name, values, source):
 
 
 def main(out, flags):
-    from msprobe_megatron.backends import cpu
+    from msprobe_megatron.job.devices import megatron_on_cpu
 
-    cpu.install()
+    megatron_on_cpu.install()
     sys.argv = ["pretrain_gpt.py", *flags]
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig

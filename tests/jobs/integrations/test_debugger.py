@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from msprobe_megatron import PrecisionDebugger, attach, save, seed_all
-from msprobe_megatron.analyse.load import open_run
+from msprobe_megatron.analysis.load.run import open_run
 from msprobe_megatron.config import ConfigError, Overrides, from_document
-from msprobe_megatron.record.events import read_events
-from tests.forked import run_forked
+from msprobe_megatron.run_directory.directory import read_events
+from tests.support.forked import run_forked
 
 
 class Block(nn.Module):
@@ -193,7 +193,7 @@ def test_wrong_hooks_are_named(tmp_path, options, words):
 
 
 def test_calls_out_of_place_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="there is none yet"):
+    with pytest.raises(ConfigError, match="not created yet"):
         PrecisionDebugger.start()
     debugger = PrecisionDebugger(config_path=config_file(tmp_path))
     with pytest.raises(ConfigError, match=r"level L0 needs start\(model\)"):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.rows import faults, probe, rows, steps
+from tests.jobs.integrations.rows import faults, probe, rows, steps
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "scripts/examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "scripts/examples"
 NAMES = ("resnet", "yolo", "dit")
 
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from tests.forked import run_forked
-from tests.integrations.rows import faults, probe, rows, steps
+from tests.jobs.integrations.rows import faults, probe, rows, steps
+from tests.support.forked import run_forked
 
 
 def tiny_megatron(optimizer_step=lambda chunks, optimizer, step: None):
     """Chunks and optimizer of a one-process Megatron job, and a function that trains one iteration."""
-    from msprobe_megatron.demo import launch, transformer
-    from msprobe_megatron.demo.arguments import parse
-    from msprobe_megatron.demo.data import Batches
-    from msprobe_megatron.demo.model import build_chunks
-    from msprobe_megatron.demo.optimizer import build_optimizer
-    from msprobe_megatron.demo.train import _forward_backward
+    from msprobe_megatron.lab.demo import launch, transformer
+    from msprobe_megatron.lab.demo.arguments import parse
+    from msprobe_megatron.lab.demo.data import Batches
+    from msprobe_megatron.lab.demo.model import build_chunks
+    from msprobe_megatron.lab.demo.optimizer import build_optimizer
+    from msprobe_megatron.lab.demo.train import _forward_backward
     from msprobe_megatron.topology import coordinates
 
     flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1"
@@ -43,7 +43,7 @@ def tiny_megatron(optimizer_step=lambda chunks, optimizer, step: None):
 
 def bridge(folder):
     """As Megatron-Bridge's train(): events with a context that holds state, model and optimizer."""
-    from msprobe_megatron.integrations.megatron_bridge import ProbeCallback
+    from msprobe_megatron.hosts.integrations.megatron_bridge import ProbeCallback
 
     callback = ProbeCallback(str(folder / "probe.yaml"))
     chunks, make_optimizer, train = tiny_megatron()
@@ -61,7 +61,7 @@ def bridge(folder):
 
 def swift(folder):
     """As ms-swift's trainer: callbacks are made from a table, events are called by name."""
-    from msprobe_megatron.integrations import ms_swift
+    from msprobe_megatron.hosts.integrations import ms_swift
 
     table = {}
     ms_swift.register(table)
@@ -83,8 +83,8 @@ def swift(folder):
 
 def slime(folder):
     """As slime: its hook is called once Megatron is initialised, then model and optimizer are built."""
-    from msprobe_megatron import arming
-    from msprobe_megatron.integrations import slime as adapter
+    from msprobe_megatron.hosts.integrations import slime as adapter
+    from msprobe_megatron.job.session import arming
 
     chunks, make_optimizer, train = tiny_megatron()
     import megatron.core.optimizer as module
@@ -106,7 +106,7 @@ def slime(folder):
 
 def verl(folder):
     """As verl: an engine with chunks and optimizer, and one of a reference model without an optimizer."""
-    from msprobe_megatron.integrations.verl import attach_engine
+    from msprobe_megatron.hosts.integrations.verl import attach_engine
 
     chunks, make_optimizer, train = tiny_megatron()
     optimizer = make_optimizer()
@@ -122,7 +122,7 @@ def verl(folder):
 
 def only_the_first(folder):
     """A job of which one rank was started without the kit, as on a node where the wrapper was forgotten."""
-    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
 
     flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1"
     argv = [*flags.split(), "--train-iters", "3", "--tensor-model-parallel-size", "2"]
@@ -209,7 +209,7 @@ def check_lightning(out):
 
 
 def test_lightning_stand_in(tmp_path):
-    from msprobe_megatron.integrations.lightning import ProbeCallback
+    from msprobe_megatron.hosts.integrations.lightning import ProbeCallback
 
     torch.manual_seed(0)
     callback = ProbeCallback(str(probe(tmp_path, "[11]")))

@@ -10,9 +10,9 @@ from torch import nn
 
 from msprobe_megatron import attach
 from msprobe_megatron.config import ConfigError
-from msprobe_megatron.record.directory import RunDirectoryError
-from tests.forked import run_forked
-from tests.integrations.rows import faults, probe, rows, steps
+from msprobe_megatron.run_directory.directory import RunDirectoryError
+from tests.jobs.integrations.rows import faults, probe, rows, steps
+from tests.support.forked import run_forked
 
 
 def net(seed=0):

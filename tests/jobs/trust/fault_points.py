@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.trust.jobs import EVERYTHING
+from tests.jobs.trust.jobs import EVERYTHING
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 TP2 = "--tensor-model-parallel-size 2"
@@ -23,8 +23,8 @@ class FaultPoint:
     """`target` is "module:function" or "module:Class.method" below the package.
 
     The exception is thrown from the call number `after` on whose arguments hold `given` (any call if it is None), on
-    rank `rank` (every rank if it is None). Where a fault switches off only what has it, `off` are the words for that;
-    everywhere else the kit disarms. `order` is put into control.json after the first step.
+    rank `rank` (every rank if it is None). Where a fault switches off only a part of the kit, `off` is what is
+    reported; everywhere else it disables the whole probe. `order` is put into control.json after the first step.
     """
 
     target: str
@@ -54,110 +54,143 @@ RULES = {
 
 FAULT_POINTS = {
     # Sites.
-    "module hook": FaultPoint("sites.modules:ModuleSite._see", after=30),
-    "module places": FaultPoint("sites.modules:ModuleSite._make_places", after=30),
-    "module gradient": FaultPoint("probes.dump:DumpProbe.see", given="backward", after=7),
-    "module install": FaultPoint("sites.modules:ModuleSite.install", after=1),
-    "call stack": FaultPoint("sites.modules:call_stack"),
-    "API call": FaultPoint("sites.api:ApiSite._call_of", _L1, after=30),
-    "API input": FaultPoint("sites.api:_Places.__missing__", _L1, given="0", after=30),
-    "API output": FaultPoint("sites.api:_Places.__missing__", _MIX, given="", after=30),
-    "API gradient": FaultPoint("probes.dump:DumpProbe.see", _L1, given="backward", after=7),
-    "API gradient hooks": FaultPoint("sites.api:_Places.__missing__", _BACKWARD, after=30),
-    "API name": FaultPoint("sites.api:name_of", _L1, after=3),
-    "API install": FaultPoint("sites.api:ApiSite.install", _L1, after=1),
-    "frames": FaultPoint("sites.frames:ModuleFrames._pass", _L1, after=9),
-    "frames in a recomputation": FaultPoint("sites.frames:ModuleFrames._pass", _MIX, RECOMPUTE, given="recompute"),
-    "API call in a recomputation": FaultPoint("probes.dump:DumpProbe.see", _L1, RECOMPUTE, given="recompute"),
-    "optimizer": FaultPoint("sites.optimizer:OptimizerSite.collect", after=1),
-    "optimizer's gradients": FaultPoint("sites.optimizer:reduced_range", after=5),
-    "loss": FaultPoint("sites.losses:LossSite.report", after=2),
+    "module hook": FaultPoint("job.sites.module.modules:ModuleSite._see", after=30),
+    "module places": FaultPoint("job.sites.module.modules:ModuleSite._make_places", after=30),
+    "module gradient": FaultPoint("job.features.dump.probe:DumpProbe.see", given="backward", after=7),
+    "module install": FaultPoint("job.sites.module.modules:ModuleSite.install", after=1),
+    "call stack": FaultPoint("job.sites.module.modules:call_stack"),
+    "API call": FaultPoint("job.sites.calls.api:ApiSite._call_of", _L1, after=30),
+    "API input": FaultPoint("job.sites.calls.naming:Places.__missing__", _L1, given="0", after=30),
+    "API output": FaultPoint("job.sites.calls.naming:Places.__missing__", _MIX, given="", after=30),
+    "API gradient": FaultPoint("job.features.dump.probe:DumpProbe.see", _L1, given="backward", after=7),
+    "API gradient hooks": FaultPoint("job.sites.calls.naming:Places.__missing__", _BACKWARD, after=30),
+    "API name": FaultPoint("job.sites.calls.api:name_of", _L1, after=3),
+    "API install": FaultPoint("job.sites.calls.api:ApiSite.install", _L1, after=1),
+    "frames": FaultPoint("job.sites.calls.naming:ModuleFrames.running", _L1, after=9),
+    "frames in a recomputation": FaultPoint(
+        "job.sites.calls.naming:ModuleFrames.running", _MIX, RECOMPUTE, given="recompute"
+    ),
+    "API call in a recomputation": FaultPoint(
+        "job.features.dump.probe:DumpProbe.see", _L1, RECOMPUTE, given="recompute"
+    ),
+    "optimizer": FaultPoint("job.sites.training.optimizer:OptimizerSite.collect", after=1),
+    "optimizer's gradients": FaultPoint("job.sites.training.optimizer:reduced_range", after=5),
+    "loss": FaultPoint("job.sites.training.losses:LossSite.report", after=2),
     # What the patches tell the session.
-    "which model": FaultPoint("dispatch:Dispatcher._find", after=1),
-    "which microbatch": FaultPoint("session:Session._index_of", after=5),
-    "which step": FaultPoint("step_numbers:StepNumbers.coming", after=2),
-    "which phase": FaultPoint("clock:Clock.calling", after=20),
-    "which phase of an API call": FaultPoint("clock:Clock.calling", _L1, after=40),
-    "binding the patches of a step": FaultPoint("patching:PatchSet.apply", after=3),
-    "taking the patches of a step away": FaultPoint("patching:PatchSet.revert", after=1),
-    "recomputation": FaultPoint("parts:Parts.memory_changed", _MIX, RECOMPUTE, after=1),
-    "collective": FaultPoint("parts:Parts.memory_changed", _MIX, TP2, world=2, after=9, rank=1),
+    "which model": FaultPoint("job.session.patch_scopes:Router._find", after=1),
+    "which microbatch": FaultPoint("job.session.steps:StepEvents._index_of", after=5),
+    "which step": FaultPoint("job.session.steps:StepCounter.begin", after=2),
+    "which phase": FaultPoint("job.clock:Clock.calling", after=20),
+    "which phase of an API call": FaultPoint("job.clock:Clock.calling", _L1, after=40),
+    "binding the patches of a step": FaultPoint("job.patching.patch_set:PatchSet.apply", after=3),
+    "taking the patches of a step away": FaultPoint("job.patching.patch_set:PatchSet.revert", after=1),
+    "recomputation": FaultPoint("job.features.feature:Features.memory_changed", _MIX, RECOMPUTE, after=1),
+    "collective": FaultPoint("job.features.feature:Features.memory_changed", _MIX, TP2, world=2, after=9, rank=1),
     # Probe, measure, record.
     "measure": FaultPoint(
-        "measure.measurer:Measurer.__call__", "dump: {level: L0, task: tensor, digest: true}", after=50
+        "job.measure.measurer:Measurer.__call__", "dump: {level: L0, task: tensor, digest: true}", after=50
     ),
-    "what rows have in common": FaultPoint("probes.dump:DumpProbe._describe", "dump: {digest: true}", after=50),
-    "slot": FaultPoint("record.slots:SlotTable.take", "dump: {digest: true, task: tensor}", after=50),
-    "room for slots": FaultPoint("record.slots:SlotTable.grow"),
-    "end of a step": FaultPoint("probes.dump:DumpProbe.finish", after=1),
-    "structure": FaultPoint("sites.modules:ModuleSite.structure", after=1),
-    "writer: rows": FaultPoint("record.records_file:RecordsFile.content", _MIX),
-    "writer: sites": FaultPoint("record.batches:SitesFile.write"),
-    "writer: file": FaultPoint("record.directory:RunDirectory.write_table"),
-    "writer of one rank": FaultPoint("record.records_file:RecordsFile.content", _L1, TP2, world=2, rank=1),
-    # Recorder and checks; a rank that is disarmed must not be waited for by the others.
-    "recorder step": FaultPoint("flight_recorder:FlightRecorder._take", "recorder: {}", after=1),
-    "recorder looks": FaultPoint("flight_recorder:FlightRecorder.look", "recorder: {}"),
-    "check of one rank": FaultPoint("checking:Checking._member", "checks: {}", TP2, world=2, after=1, rank=1),
+    "what rows have in common": FaultPoint(
+        "job.features.dump.probe:DumpProbe._describe", "dump: {digest: true}", after=50
+    ),
+    "slot": FaultPoint("job.record.slots:SlotTable.take", "dump: {digest: true, task: tensor}", after=50),
+    "room for slots": FaultPoint("job.record.slots:SlotTable.grow"),
+    "end of a step": FaultPoint("job.features.dump.probe:DumpProbe.finish", after=1),
+    "structure": FaultPoint("job.sites.module.modules:ModuleSite.structure", after=1),
+    "writer: rows": FaultPoint("job.record.step_files:RecordsFile.content", _MIX),
+    "writer: sites": FaultPoint("job.record.step_files:SitesFile.write"),
+    "writer: file": FaultPoint("run_directory.directory:RunDirectory.write_table"),
+    "writer of one rank": FaultPoint("job.record.step_files:RecordsFile.content", _L1, TP2, world=2, rank=1),
+    # Recorder and checks; a rank whose probe is disabled must not be waited for by the others.
+    "recorder step": FaultPoint("job.features.recorder.feature:RecorderFeature._take", "recorder: {}", after=1),
+    "recorder inspects": FaultPoint("job.features.recorder.feature:RecorderFeature.inspect", "recorder: {}"),
+    "check of one rank": FaultPoint(
+        "job.features.checks.feature:ChecksFeature._member", "checks: {every: 1}", TP2, world=2, after=1, rank=1
+    ),
     "check of communication": FaultPoint(
-        "collective_checks:CollectiveTaker._completed", "checks: {collectives: true}", TP2, world=2, after=5, rank=1
+        "job.features.checks.collectives:CollectiveTaker._completed",
+        "checks: {collectives: true, every: 1}",
+        TP2,
+        world=2,
+        after=5,
+        rank=1,
     ),
     # Monitor, checks, recorder, perturb: with all of them on.
-    "monitor: hook": FaultPoint("probes.monitor:MonitorProbe.see", EVERYTHING, after=20),
-    "monitor: gradient": FaultPoint("probes.monitor:MonitorProbe.see", EVERYTHING, given="backward", after=5),
-    "monitor: before the optimizer": FaultPoint("monitoring:Monitoring.before_optimizer", EVERYTHING, after=1),
-    "monitor: after the optimizer": FaultPoint("monitoring:Monitoring.after_optimizer", EVERYTHING, after=1),
-    "monitor: end of a step": FaultPoint("probes.monitor:MonitorProbe.finish", EVERYTHING, after=1),
-    "monitor: metric": FaultPoint("probes.metrics:Metrics.attention", EVERYTHING, after=1),
-    "communication begins": FaultPoint("sites.comm:CommSite._begins", EVERYTHING, TP2, world=2, after=5, rank=1),
-    "communication ends": FaultPoint("sites.comm:CommSite._completed", EVERYTHING, TP2, world=2, after=5, rank=1),
-    "recorder": FaultPoint("flight_recorder:FlightRecorder.finish", "recorder: {keep_steps: 2}", after=1),
-    "checks of one rank": FaultPoint("checking:Checking.before_optimizer", EVERYTHING, TP2, world=2, after=1, rank=1),
-    "perturb: begin": FaultPoint("perturbing:Perturbing.begin", EVERYTHING, after=1),
-    "perturb: end of a step": FaultPoint("perturbing:Perturbing.finish", EVERYTHING, after=1),
-    "perturb: name of a call": FaultPoint("sites.calls:name_of", EVERYTHING, after=3),
-    "perturb: which call": FaultPoint("probes.perturb.selecting:Selection.call", EVERYTHING, after=3),
-    "perturb: examination": FaultPoint("probes.perturb.examiner:Examiner.examine", EVERYTHING, after=3),
-    "perturb: rows": FaultPoint("probes.perturb.batch:_row", EVERYTHING),
-    "monitor: optimizer's state": FaultPoint("sites.optimizer_states:OptimizerStates.after_step", EVERYTHING, after=1),
-    "monitor: inside the optimizer": FaultPoint("sites.optimizer_states:OptimizerStates._keep", EVERYTHING, after=1),
-    "monitor: reduced gradients": FaultPoint("sites.gradients:GradientSite.reduced", EVERYTHING, after=1),
-    "monitor: inputs": FaultPoint("sites.progress:Arguments._look", EVERYTHING, after=3),
-    "monitor: throughput": FaultPoint("sites.progress:Throughput.finish", EVERYTHING, after=1),
-    "monitor: file": FaultPoint("record.monitor:steps_table", EVERYTHING),
+    "monitor: hook": FaultPoint("job.features.monitor.probe:MonitorProbe.see", EVERYTHING, after=20),
+    "monitor: gradient": FaultPoint(
+        "job.features.monitor.probe:MonitorProbe.see", EVERYTHING, given="backward", after=5
+    ),
+    "monitor: before the optimizer": FaultPoint(
+        "job.features.monitor.feature:MonitorFeature.before_optimizer", EVERYTHING, after=1
+    ),
+    "monitor: after the optimizer": FaultPoint(
+        "job.features.monitor.feature:MonitorFeature.after_optimizer", EVERYTHING, after=1
+    ),
+    "monitor: end of a step": FaultPoint("job.features.monitor.probe:MonitorProbe.finish", EVERYTHING, after=1),
+    "monitor: metric": FaultPoint("job.sites.training.metrics:Metrics.attention", EVERYTHING, after=1),
+    "communication begins": FaultPoint(
+        "job.sites.comm.collectives:CommSite._begins", EVERYTHING, TP2, world=2, after=5, rank=1
+    ),
+    "communication ends": FaultPoint(
+        "job.sites.comm.collectives:CommSite._completed", EVERYTHING, TP2, world=2, after=5, rank=1
+    ),
+    "recorder": FaultPoint(
+        "job.features.recorder.feature:RecorderFeature.finish", "recorder: {keep_steps: 2}", after=1
+    ),
+    "checks of one rank": FaultPoint(
+        "job.features.checks.feature:ChecksFeature.before_optimizer", EVERYTHING, TP2, world=2, after=1, rank=1
+    ),
+    "perturb: begin": FaultPoint("job.features.perturb.feature:PerturbFeature.begin", EVERYTHING, after=1),
+    "perturb: end of a step": FaultPoint("job.features.perturb.feature:PerturbFeature.finish", EVERYTHING, after=1),
+    "perturb: name of a call": FaultPoint("job.sites.calls.rerunnable:name_of", EVERYTHING, after=3),
+    "perturb: which call": FaultPoint("job.features.perturb.select.selecting:Selection.call", EVERYTHING, after=3),
+    "perturb: examination": FaultPoint("job.features.perturb.examiner:CheckRunner.examine", EVERYTHING, after=3),
+    "perturb: rows": FaultPoint("job.features.perturb.feature:row_of", EVERYTHING),
+    "monitor: optimizer's state": FaultPoint(
+        "job.sites.training.optimizer_states:OptimizerStates.after_step", EVERYTHING, after=1
+    ),
+    "monitor: inside the optimizer": FaultPoint(
+        "job.sites.training.optimizer_states:OptimizerStates._keep", EVERYTHING, after=1
+    ),
+    "monitor: reduced gradients": FaultPoint("job.sites.training.gradients:GradientSite.reduced", EVERYTHING, after=1),
+    "monitor: inputs": FaultPoint("job.sites.training.progress:Arguments._look", EVERYTHING, after=3),
+    "monitor: throughput": FaultPoint("job.sites.training.progress:Throughput.finish", EVERYTHING, after=1),
+    "monitor: file": FaultPoint("job.record.monitor_files:steps_table", EVERYTHING),
     # Alerts, in the writer thread: a rule is off alone, what all rules need is a fault of the kit.
-    "alerts: columns": FaultPoint("probes.alerts.watch:Columns", _ALERTS),
-    "alerts: series": FaultPoint("probes.alerts.seen:SeriesNumbers.of", _ALERTS),
-    "alerts: history": FaultPoint("probes.alerts.history:Steps.add", _ALERTS),
+    "alerts: columns": FaultPoint("job.features.alerts.feature:Columns", _ALERTS),
+    "alerts: series": FaultPoint("job.features.alerts.series:SeriesNumbers.of", _ALERTS),
+    "alerts: history": FaultPoint("job.features.alerts.series:Steps.add", _ALERTS),
     "alerts: event": FaultPoint(
-        "probes.alerts.watch:_event",
+        "job.features.alerts.feature:_event",
         "monitor: {alerts: [{rule: limit, threshold: 1.0e-9}]}",
-        off="alert limit is off after a fault",
+        off="alert limit is off after an internal error",
     ),
     "recorder: writes": FaultPoint(
-        "flight_recorder:FlightRecorder._write",
+        "job.features.recorder.feature:RecorderFeature._write",
         "monitor: {alerts: [{rule: limit, threshold: 1.0e-9}]}\nrecorder: {}",
-        off="alert limit is off after a fault",
+        off="alert limit is off after an internal error",
     ),
-    "TensorBoard: step": FaultPoint("curves:LiveCurves.saw", _CURVES),
-    "TensorBoard: file": FaultPoint("curves:LiveCurves._write", _CURVES),
-    "TensorBoard: last picture": FaultPoint("curves:LiveCurves._draw", _CURVES),
+    "TensorBoard: step": FaultPoint("job.features.monitor.live_curves:LiveCurves.saw", _CURVES),
+    "TensorBoard: file": FaultPoint("job.features.monitor.live_curves:LiveCurves._write", _CURVES),
+    "TensorBoard: last picture": FaultPoint("job.features.monitor.live_curves:LiveCurves._draw", _CURVES),
     # Checks, in a thread of their own: only they are off.
     "checks: thread": FaultPoint(
-        "exchanging:Comparer._check", "checks: {}", TP2, world=2, rank=1, off="checks are off"
+        "job.features.checks.comparer:Comparer._check", "checks: {every: 1}", TP2, world=2, rank=1, off="checks are off"
     ),
     # Orders from outside.
-    "control file: look": FaultPoint("record.control_file:ControlFile.changed", after=1, off="not looked at any more"),
-    "control file: read": FaultPoint(
-        "record.control_file:ControlFile.read", order='{"next": 1}', off="not looked at any more"
+    "control file: look": FaultPoint(
+        "run_directory.control_file:ControlFile.changed", after=1, off="is no longer read"
     ),
-    "control file: parse": FaultPoint("control:parse_order", order='{"next": 1}', off="not looked at any more"),
-    "announcement": FaultPoint("announcing:Announcer.say"),
+    "control file: read": FaultPoint(
+        "run_directory.control_file:ControlFile.read", order='{"next": 1}', off="is no longer read"
+    ),
+    "control file: parse": FaultPoint("job.control:parse_order", order='{"next": 1}', off="is no longer read"),
+    "size estimate": FaultPoint("job.features.size_estimate:SizeEstimate.report"),
     # Beginning and end of a run.
-    "attach": FaultPoint("session:make_parts"),
-    "facts": FaultPoint("facts:run_facts"),
-    "close": FaultPoint("record.writer:Writer.close"),
-    "ledger": FaultPoint("session:Session.not_happened"),
+    "attach": FaultPoint("job.session.session:make_features"),
+    "facts": FaultPoint("job.session.run_facts:run_facts"),
+    "close": FaultPoint("job.record.writer:Writer.close"),
+    "ledger": FaultPoint("job.session.session:Session.not_happened"),
 }
 
 

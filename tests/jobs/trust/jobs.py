@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.forked import prepare, run_forked
+from tests.support.forked import prepare, run_forked
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 2"
@@ -40,7 +40,7 @@ def probe_file(folder: Path, text: str = "dump: {level: L0}\n") -> Path:
 
 def train(argv: list[str], prepare_rank: Callable[[], None] | None = None) -> dict[str, Any]:
     """Train in this rank; returns every number that the kit must not change."""
-    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
 
     if prepare_rank is not None:
         prepare_rank()

@@ -12,10 +12,10 @@ import time
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.analyse.load import RunError, open_run
-from msprobe_megatron.analyse.summary import summarise
-from tests.forked import RankFailed, run_forked
-from tests.trust.jobs import flags, killed_at_operation, killed_at_random, plain, probe_file, started_quietly
+from msprobe_megatron.analysis.diagnose.summary import summarise
+from msprobe_megatron.analysis.load.run import RunError, open_run
+from tests.jobs.trust.jobs import flags, killed_at_operation, killed_at_random, plain, probe_file, started_quietly
+from tests.support.forked import RankFailed, run_forked
 
 pytestmark = pytest.mark.trust
 
@@ -121,8 +121,8 @@ def killed_late(argv, out, how):
 
 def train_with_little_memory(argv, spare, what):
     """After the first step, `spare` bytes of address space (or data) are left: it ends, or fails as they run out."""
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     limit, hard = getattr(resource, what), resource.RLIM_INFINITY
     held = []
@@ -180,13 +180,13 @@ def test_out_of_memory(tmp_path, what):
 
 def train_until_a_rank_dies(argv):
     """Rank 1 is gone, without a word, after the forward of step 2; rank 0 finds out when it waits for it."""
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
-    from msprobe_megatron.dispatch import DISPATCHER
+    from msprobe_megatron.job.session.patch_scopes import ROUTER
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     def during(iteration):
         if iteration == 3 and os.environ["RANK"] == "1":
-            for session in DISPATCHER.sessions():
+            for session in ROUTER.sessions():
                 session.writer.flush(60)  # steps that are finished
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -224,7 +224,7 @@ def test_a_rank_that_dies_while_others_record(tmp_path, layout):
 
 def run_until_all_ended(argv, folder):
     """`run_forked` kills the others as soon as one fails; here rank 0 is given the time to find out by itself."""
-    from tests import forked
+    from tests.support import forked
 
     original = forked._Job._failure
 

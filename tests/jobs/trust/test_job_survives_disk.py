@@ -8,11 +8,11 @@ import subprocess
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.summary import summarise
-from msprobe_megatron.record.directory import RunDirectoryError
-from tests.forked import run_forked
-from tests.trust.jobs import flags, on_disk, plain, probe_file, same, train, trained
+from msprobe_megatron.analysis.diagnose.summary import summarise
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.run_directory.directory import RunDirectoryError
+from tests.jobs.trust.jobs import flags, on_disk, plain, probe_file, same, train, trained
+from tests.support.forked import run_forked
 
 pytestmark = pytest.mark.trust
 STEPS = 12
@@ -51,7 +51,7 @@ def test_full_disk(tmp_path, small_disk, expected):
 
 
 def limit_file_size():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
 def train_with_quota(argv):
@@ -63,7 +63,9 @@ def test_quota(tmp_path, expected):
     (found,) = run_forked(1, train_and_forget_quota, flags(STEPS, probe_file(tmp_path), out))
     assert found["losses"] == expected["losses"]
     whole(out)
-    assert any("fault" in text for text in summarise(open_run(out)).warnings)
+    # By the ledger of the rank, or by an event where that file was too large as well.
+    said = ("internal error in writer", "fault: writer")
+    assert any(part in text for text in summarise(open_run(out)).warnings for part in said)
 
 
 def train_and_forget_quota(argv):
@@ -73,8 +75,8 @@ def train_and_forget_quota(argv):
 
 def train_and_remove(argv, out):
     """The output directory is deleted while the job runs."""
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     def after(step):
         while step.iteration == 4 and os.path.exists(out):
@@ -93,9 +95,9 @@ def train_on_a_disk_that_turns_read_only(argv, out):
     """From step 4 on nothing below the output can be made or opened for writing."""
     import errno
 
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
-    from msprobe_megatron.dispatch import DISPATCHER
+    from msprobe_megatron.job.session.patch_scopes import ROUTER
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     changing = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -109,7 +111,7 @@ def train_on_a_disk_that_turns_read_only(argv, out):
 
     def after(step):
         if step.iteration == 4:
-            for session in DISPATCHER.sessions():
+            for session in ROUTER.sessions():
                 session.writer.flush(60)
             os.open = refusing(os.open, lambda path, flags=0, *_: flags & changing)
             for name in ("mkdir", "rename", "replace", "link"):
@@ -148,10 +150,10 @@ def train_with_a_writer_that_is_too_slow(argv, how):
     import threading
     import time
 
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
-    from msprobe_megatron.record.directory import RunDirectory
-    from msprobe_megatron.record.writer import Writer
+    from msprobe_megatron.job.record.writer import Writer
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
+    from msprobe_megatron.run_directory.directory import RunDirectory
 
     write, submit, make_room, close = RunDirectory.write_table, Writer.submit, Writer._make_room, Writer.close
     held, largest, took, written = [0], [0], [60.0], [0]

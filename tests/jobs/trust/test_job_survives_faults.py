@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from msprobe_megatron.cli import main
-from msprobe_megatron.config.schema import RULES as SCHEMA_RULES
-from tests.forked import run_forked
-from tests.trust.fault_points import FAULT_POINTS, RECOMPUTE, RULES, TP2, FaultPoint, break_at
-from tests.trust.jobs import flags, plain, probe_file, same, train, trained
+from msprobe_megatron.config.sections.alerts import RULES as SCHEMA_RULES
+from tests.jobs.trust.fault_points import FAULT_POINTS, RECOMPUTE, RULES, TP2, FaultPoint, break_at
+from tests.jobs.trust.jobs import flags, plain, probe_file, same, train, trained
+from tests.support.forked import run_forked
 
 pytestmark = pytest.mark.trust
 STEPS = 4
@@ -52,9 +52,9 @@ def what_is_left(chunks):
 
 def train_with_fault(name, argv):
     """The job with one fault point; what it gave, what it said, and what the kit left on the model in the last step."""
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
-    from msprobe_megatron.dispatch import DISPATCHER
+    from msprobe_megatron.job.session.patch_scopes import ROUTER
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     break_at(FAULT_POINTS[name])
     said, chunks_seen, left = io.StringIO(), [], []
@@ -63,7 +63,7 @@ def train_with_fault(name, argv):
         if iteration == 1 and FAULT_POINTS[name].order:
             (Path(argv[argv.index("--msprobe-output") + 1]) / "control.json").write_text(FAULT_POINTS[name].order)
         if iteration == 2:
-            for session in DISPATCHER.sessions():
+            for session in ROUTER.sessions():
                 session.writer.flush(60)  # a fault of the writer has then happened
         if iteration == STEPS:
             left.extend(what_is_left(chunks_seen))
@@ -83,9 +83,10 @@ def test_a_fault_changes_no_bit_and_is_told_once(tmp_path, expected, capsys, nam
     for mine, reference in zip(found, expected(point.flags, point.world), strict=True):
         same(mine, reference)
     broken = found[point.rank or 0]
-    lines = [line for line in broken["stderr"].splitlines() if "injected" in line or "disarmed" in line]
+    lines = [line for line in broken["stderr"].splitlines() if "injected" in line or "probe disabled" in line]
     assert len(lines) == 1, broken["stderr"]
-    assert "msprobe" in lines[0] and "injected" in lines[0] and (point.off or "disarmed after a fault") in lines[0]
+    assert "msprobe" in lines[0] and "injected" in lines[0]
+    assert (point.off or "probe disabled by an internal error in") in lines[0]
     assert "Traceback" not in broken["stderr"]
     at_the_end = name in ("close", "ledger", "TensorBoard: last picture", "monitor: file", "perturb: rows")
     if name != "taking the patches of a step away" and not at_the_end and not point.off:
@@ -100,7 +101,7 @@ def test_a_fault_changes_no_bit_and_is_told_once(tmp_path, expected, capsys, nam
 
 def train_with_broken_rules(argv):
     for rule in RULES.values():
-        break_at(FaultPoint(f"probes.alerts.rules:{rule}.judge", after=1))
+        break_at(FaultPoint(f"job.features.alerts.rules:{rule}.judge", after=1))
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         return {**train(argv), "stderr": said.getvalue()}
@@ -109,14 +110,14 @@ def train_with_broken_rules(argv):
 def test_a_fault_in_every_alert_rule(tmp_path, expected, capsys):
     """Each rule is off after its own fault, with a line and an event; the rest of the kit goes on."""
     asked = {"limit": "{rule: limit, threshold: 1.0e9}", "custom": '{rule: custom, expression: "absmax > 1e9"}'}
-    text = f"checks: {{}}\nmonitor: {{alerts: [{', '.join(asked.get(rule, rule) for rule in RULES)}]}}\n"
+    text = f"checks: {{every: 1}}\nmonitor: {{alerts: [{', '.join(asked.get(rule, rule) for rule in RULES)}]}}\n"
     (found,) = run_forked(1, train_with_broken_rules, flags(STEPS, probe_file(tmp_path, text), tmp_path / "out"))
     (reference,) = expected("", 1)
     same(found, reference)
     events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["alert_fault"] * len(RULES)
     for rule in RULES:
-        line = f"alert {rule} is off after a fault: KeyError: 'injected'"
+        line = f"alert {rule} is off after an internal error: KeyError: 'injected'"
         assert found["stderr"].count(line) == 1, found["stderr"]
         assert sum(line in event["text"] for event in events) == 1
     assert set(RULES) == set(SCHEMA_RULES), "a new rule gets a line in fault_points.RULES"
@@ -127,10 +128,10 @@ def test_a_fault_in_every_alert_rule(tmp_path, expected, capsys):
 
 
 def arm_with_a_broken_parser(config, strict):
-    from msprobe_megatron import arming
-    from msprobe_megatron.arguments import Flags
+    from msprobe_megatron.config.flags import Flags
+    from msprobe_megatron.job.session import arming
 
-    break_at(FaultPoint("config.load:validate"))
+    break_at(FaultPoint("config:read_probe_file"))
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:
@@ -145,7 +146,7 @@ def test_a_fault_in_the_parser_of_the_probe_file(tmp_path):
     config = str(probe_file(tmp_path))
     (found,) = run_forked(1, arm_with_a_broken_parser, config, False)
     assert found["config"] == "None"
-    told = f"{config} could not be read: KeyError: 'injected'; training goes on unobserved"
+    told = f"{config} could not be read: KeyError: 'injected'; training continues without the probe"
     assert found["stderr"] == f"msprobe: {told}\n"
     (found,) = run_forked(1, arm_with_a_broken_parser, config, True)
     assert found["config"] == "raised" and "injected" in found["stderr"]
@@ -158,8 +159,8 @@ class Unprintable(Exception):
 
 def train_when_nothing_can_be_told(argv):
     """A fault, an event that cannot be written, a log that is closed, an error that cannot be printed."""
-    from msprobe_megatron.record.directory import RunDirectory
-    from msprobe_megatron.sites.modules import ModuleSite
+    from msprobe_megatron.job.sites.module.modules import ModuleSite
+    from msprobe_megatron.run_directory.directory import RunDirectory
 
     def broken(*args, **kwargs):
         raise Unprintable

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from msprobe_megatron.analyse.load import open_run
-from tests.forked import run_forked
-from tests.trust.jobs import EVERYTHING, flags, on_disk, probe_file
+from msprobe_megatron.analysis.load.run import open_run
+from tests.jobs.trust.jobs import EVERYTHING, flags, on_disk, probe_file
+from tests.support.forked import run_forked
 
 pytestmark = pytest.mark.trust
 
@@ -41,20 +41,20 @@ def resident():
 
 def train_and_count(argv, out):
     """Open files, live objects, and bytes on disk at the middle, three quarters and the end; memory on the way."""
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
-    from msprobe_megatron.dispatch import DISPATCHER
+    from msprobe_megatron.job.session.patch_scopes import ROUTER
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     seen, memory = [], []
 
     def after(step):
         if step.iteration > STEPS // 2 and step.iteration % max(1, STEPS // 100) == 0:
-            for session in set(DISPATCHER.sessions()):
+            for session in set(ROUTER.sessions()):
                 session.writer.flush(60)
             memory.append((step.iteration, resident()))
         if step.iteration in (STEPS // 2, 3 * STEPS // 4, STEPS):
-            for session in set(DISPATCHER.sessions()):
-                for part in session.parts.all:  # what waits until a file is full is not what a step leaves behind
+            for session in set(ROUTER.sessions()):
+                for part in session.features.all:  # what waits until a file is full is not what a step leaves behind
                     getattr(part, "_submit", getattr(part, "_hand_over", lambda: None))()
                 session.writer.flush(60)  # rows that wait for the disk are not what a step leaves behind
             gc.collect()

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.summary import summarise
-from tests.forked import run_forked
-from tests.trust.jobs import flags, plain, probe_file, train
+from msprobe_megatron.analysis.diagnose.summary import summarise
+from msprobe_megatron.analysis.load.run import open_run
+from tests.jobs.trust.jobs import flags, plain, probe_file, train
+from tests.support.forked import run_forked
 
 pytestmark = pytest.mark.trust
 TP2 = "--tensor-model-parallel-size 2"
@@ -41,7 +41,7 @@ def test_ranks_with_different_probe_files(tmp_path):
     run = open_run(tmp_path / "out")
     assert sorted((step, rank) for step, rank, _ in run.files) == [(1, 0), (2, 1), (3, 1)]
     assert run.problems, "steps that only some ranks have are told"
-    assert any("another probe file" in text for text in summarise(run).warnings)
+    assert any("their probe file differs" in text for text in summarise(run).warnings)
 
 
 # A directory that holds a run, met by ranks that the earlier job did not have.
@@ -93,8 +93,8 @@ def attach_after_a_restart(config, out, restarts, strict):
     """What `-m msprobe_megatron.run` does when the model is ready, in a job that torchrun has started again."""
     from torch import nn
 
-    from msprobe_megatron.arguments import Flags
-    from msprobe_megatron.arming import Armed
+    from msprobe_megatron.config.flags import Flags
+    from msprobe_megatron.job.session.arming import Armed
 
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
     flags_ = Flags(config=config, output=out, strict=strict)
@@ -120,7 +120,7 @@ def test_an_elastic_restart_does_not_die_of_its_first_record(tmp_path):
         )
         assert [each["code"] for each in found] == [code] * world
         assert "already holds a run" in found[0]["stderr"]
-        assert ("training goes on unobserved" in found[0]["stderr"]) == (code is None)
+        assert ("training continues without the probe" in found[0]["stderr"]) == (code is None)
     assert files(tmp_path / "out") == before
 
 
@@ -129,12 +129,12 @@ def train_on_another_clock(argv):
     import time
 
     if os.environ["RANK"] == "1":
-        from msprobe_megatron.topology import host
+        from msprobe_megatron.topology.host import framework
 
-        now, versions = time.time, host.versions
+        now, versions = time.time, framework.versions
         time.time = lambda: now() + 86400
         time.gmtime = lambda *args, gmtime=time.gmtime: gmtime(*(args or (now() + 86400,)))
-        host.versions = lambda: {**versions(), "msprobe_megatron": "0.0.1"}
+        framework.versions = lambda: {**versions(), "msprobe_megatron": "0.0.1"}
         time.sleep(1)  # the lateness itself; nothing is judged by it
     return train_quietly(argv)
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from msprobe_megatron import attach
-from tests.forked import prepare
-from tests.integrations.rows import faults, rows
+from tests.jobs.integrations.rows import faults, rows
+from tests.support.forked import prepare
 
 pytestmark = pytest.mark.trust
 
@@ -145,8 +145,8 @@ import sys, threading
 import torch
 from torch import nn
 from msprobe_megatron import attach
-from msprobe_megatron.record.directory import RunDirectory
-from msprobe_megatron.record.writer import Writer
+from msprobe_megatron.run_directory.directory import RunDirectory
+from msprobe_megatron.job.record.writer import Writer
 torch.set_num_threads(1)
 write, close, closing = RunDirectory.write_table, Writer.close, threading.Event()
 RunDirectory.write_table = lambda self, *a: (closing.wait(60), write(self, *a))[1]      # all steps wait at the end
@@ -177,7 +177,7 @@ _ENDS = {
 _LAUNCHER = """
 import json, os, sys
 import pyarrow.parquet, torch
-import msprobe_megatron.attaching
+import msprobe_megatron.job.session.session
 children = {}
 for name, (script, config, log) in json.loads(sys.argv[1]).items():
     children[name] = os.fork()
@@ -217,8 +217,10 @@ def test_the_process_ends_as_it_would_and_what_waits_is_written(ends, end):
     log = (folder / "log.txt").read_text().replace(str(folder), "")
     assert found == code, log
     spoken = [line for line in log.splitlines() if "msprobe" in line and not line.startswith("msprobe: ")]
-    assert spoken == [], log
-    assert "disarmed" not in log and ("Traceback" in log) == (code == 1)
+    stopped = "msprobe [rank 0]: step 3 stopped (/script.py:18 <module>): ValueError: of the host"
+    wanted = [f"{stopped}; the rest of the step is missing"] if end == "raises inside a step" else []
+    assert spoken == wanted, log
+    assert "probe disabled" not in log and ("Traceback" in log) == (code == 1)
     assert len(list((folder / "out").glob("step_*/rank_00000/records.parquet"))) == steps
     assert b'"closed": true' in (folder / "out/ranks/rank_00000.json").read_bytes()
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from msprobe_megatron import attach
-from msprobe_megatron.measure.once import SeenTensors
-from msprobe_megatron.record.slots import SlotTable
-from tests.integrations.rows import faults, rows, steps
-from tests.probes.pens import without_pen
+from msprobe_megatron.job.measure.once import SeenTensors
+from msprobe_megatron.job.record.slots import SlotTable
+from msprobe_megatron.job.session.steps import State
+from tests.jobs.integrations.rows import faults, rows, steps
+from tests.unit.job.features.dump.row_writers import without_row_writer
 
 pytestmark = pytest.mark.trust
 
@@ -84,6 +85,8 @@ def impatient():
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_threads_run_the_model_while_steps_go_on(tmp_path, impatient, section):
+    eval_frame = pytest.importorskip("torch._dynamo.eval_frame")
+    before = eval_frame.set_eval_frame
     model, optimizer, probe = armed(tmp_path, SECTIONS[section], "[0-1, 3-11]")
     session = attach(model, optimizer, probe)
     over = threading.Event()
@@ -113,6 +116,7 @@ def test_threads_run_the_model_while_steps_go_on(tmp_path, impatient, section):
         thread.join(60)
         assert not thread.is_alive() and errors == []
     assert session.faults == []
+    assert eval_frame.set_eval_frame is before
     assert len(torch.overrides._get_current_function_mode_stack()) == 0
     if "dump" in SECTIONS[section]:
         written = steps(tmp_path / "out")
@@ -151,19 +155,19 @@ def test_a_step_that_one_thread_begins_while_another_ends_it(tmp_path):
     model, optimizer, probe = armed(tmp_path, "dump: {level: L0}")
     session = attach(model, optimizer, probe)
     begun, go_on = threading.Event(), threading.Event()
-    apply = session._while_recording.apply
+    apply = session._step_patches.apply
 
     def slowly(**kwargs):
         begun.set()
         assert go_on.wait(30)
         apply(**kwargs)
 
-    session._while_recording.apply = slowly
+    session._step_patches.apply = slowly
     first, errors = in_thread(model, torch.ones(8, 8))
     assert begun.wait(30)
     second, more = in_thread(optimizer.step)
     second.join(0.2)
-    session._while_recording.apply = apply
+    session._step_patches.apply = apply
     go_on.set()
     first.join(30)
     second.join(30)
@@ -176,6 +180,36 @@ def test_a_step_that_one_thread_begins_while_another_ends_it(tmp_path):
     assert len(rows(tmp_path / "out", 1)) == len(rows(tmp_path / "out", 2)) > 0
 
 
+@pytest.mark.parametrize("section", ["dump", "forward"])
+def test_a_step_that_ends_in_another_thread_than_it_began_in(tmp_path, section):
+    """torch has a stack of modes for each thread: the next step is seen too, and nothing outlives the thread."""
+    eval_frame = pytest.importorskip("torch._dynamo.eval_frame")
+    before = eval_frame.set_eval_frame
+    model, optimizer, probe = armed(tmp_path, SECTIONS[section], "[0, 1]")
+    session = attach(model, optimizer, probe)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def begins():
+        model(torch.ones(8, 8)).sum().backward()
+        begun.set()
+        assert go_on.wait(30)
+        torch.softmax(model(torch.ones(8, 8)), -1)
+
+    thread, errors = in_thread(begins)
+    assert begun.wait(30)
+    optimizer.step()
+    torch.softmax(model(torch.ones(8, 8)), -1).sum().backward()
+    optimizer.step()
+    session.close()
+    go_on.set()
+    thread.join(30)
+    assert errors == [] and faults(tmp_path / "out") == ([], [])
+    assert eval_frame.set_eval_frame is before
+    assert not torch.overrides._get_current_function_mode_stack()
+    if section == "dump":
+        assert any(row["name"].startswith("outside/torch.softmax") for row in rows(tmp_path / "out", 1))
+
+
 def test_no_step_begins_after_the_end(tmp_path):
     """A thread that was about to call the model when the session was closed finds nothing of it."""
     model, optimizer, probe = armed(tmp_path, "dump: {level: mix}")
@@ -183,7 +217,7 @@ def test_no_step_begins_after_the_end(tmp_path):
     watched = model._call_impl
     session.close()
     watched(torch.ones(8, 8))
-    assert not session._recording and not model[0]._forward_hooks
+    assert session.state is State.CLOSED and not model[0]._forward_hooks
 
 
 def test_an_evaluation_in_another_thread_is_not_of_the_step_and_hides_nothing_of_it(tmp_path):
@@ -228,9 +262,9 @@ def test_figures_that_come_into_a_slot_of_the_next_step(tmp_path, section):
     """The slot was taken in step 0 and is filled in step 1, whose own figures are lost then, and not mistaken."""
     model, optimizer, probe = armed(tmp_path, section)
     session = attach(model, optimizer, probe)
-    watching = next(part for part in session.parts.all if part.name in ("dump", "monitor"))._probe
+    watching = next(part for part in session.features.all if part.name in ("dump", "monitor"))._probe
     if hasattr(watching, "_page"):
-        without_pen(watching)
+        without_row_writer(watching)
     taken, go_on = threading.Event(), threading.Event()
     measure = watching._measure
 
@@ -277,8 +311,8 @@ def test_a_spoilt_slot_reads_as_one_that_was_not_filled():
             table.floats(slot).fill_(slot)
             table.counts(slot).fill_(slot)
         if spoil:
-            table.spoil(slots[1])
-            table.spoil(-1)
+            table.invalidate(slots[1])
+            table.invalidate(-1)
         floats, counts = table.seal().wait()
         assert floats[[0, 2]].tolist() == [[0.0] * 5, [2.0] * 5]
         assert (floats[1] != floats[1]).all() == spoil and (counts[1] == -1).all() == spoil
@@ -312,12 +346,12 @@ def test_a_child_forked_while_locks_are_held_does_not_wait(tmp_path):
     model, optimizer, probe = armed(tmp_path, SECTIONS["all"])
     session = attach(model, optimizer, probe)
     model(torch.ones(8, 8)).sum().backward()
-    monitor = next(part for part in session.parts.all if part.name == "monitor")._probe
-    dump = next(part for part in session.parts.all if part.name == "dump")._probe
+    monitor = next(part for part in session.features.all if part.name == "monitor")._probe
+    dump = next(part for part in session.features.all if part.name == "dump")._probe
     held, over = threading.Event(), threading.Event()
 
     def hold():
-        with session._guard.turn, monitor._noting, monitor._seen._changing, dump._page.seen._changing:
+        with session._guard.step_lock, monitor._noting, monitor._seen._changing, dump._page.seen._changing:
             held.set()
             over.wait(60)
 
@@ -347,20 +381,20 @@ def test_what_perturb_examines_while_its_figures_are_handed_over(tmp_path):
     """The line was taken from the figures that are on their way: no later row may name it."""
     model, optimizer, probe = armed(tmp_path, SECTIONS["forward"])
     session = attach(model, optimizer, probe)
-    part = session.parts.all[0]
-    check, handed = part._examiner._check, []
+    part = session.features.all[0]
+    check, handed = part._runner._check, []
 
     def slowly(case, line):
         check(case, line)
-        if not handed and part._examiner.found:
-            handed.append(len(part._examiner.found))
+        if not handed and part._runner.found:
+            handed.append(len(part._runner.found))
             part._submit()
 
-    part._examiner._check = slowly
+    part._runner._check = slowly
     for _ in range(2):
         model(torch.ones(8, 8)).sum().backward()
         optimizer.step()
-    lines = [row.line for row in part._examiner.found]
+    lines = [row.line for row in part._runner.found]
     assert handed and lines and lines == sorted(set(lines))
     session.close()
     assert faults(tmp_path / "out")[0] == []

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from msprobe_megatron.cli import main
-from tests.checkpoints.jobs import train_and_save
-from tests.forked import run_forked
-from tests.trust.damage import CASES, damage, tried
-from tests.trust.jobs import flags
+from tests.jobs.trust.damage import CASES, damage, tried
+from tests.jobs.trust.jobs import flags
+from tests.support.forked import run_forked
+from tests.unit.analysis.checkpoints.jobs import train_and_save
 
 pytestmark = pytest.mark.trust
 FORMS = ("legacy", "torch_dist")

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from msprobe_megatron.cli import main
-from tests.forked import run_forked
-from tests.trust.damage import CASES, damage, tried
-from tests.trust.jobs import EVERYTHING, flags, probe_file, train
+from tests.jobs.trust.damage import CASES, damage, tried
+from tests.jobs.trust.jobs import EVERYTHING, flags, probe_file, train
+from tests.support.forked import run_forked
 
 pytestmark = pytest.mark.trust
 
@@ -140,7 +140,8 @@ def test_names_that_want_to_be_paths_scripts_or_formulas(evil_run, tmp_path, cap
     places = {"GOOD": str(evil_run), "RUN": str(evil_run), "OUT": str(out), "OUT.html": f"{out}.html"}
     code = main([places.get(word, word) for word in words])
     printed = capsys.readouterr()
-    assert code in (0, 1) or "too few steps" in printed.err
+    refused = ("too few steps", "the job has ended; nothing reads an order")
+    assert code in (0, 1) or any(text in printed.err for text in refused)
     assert not any(steering in printed.out + printed.err for steering in ("\x1b]0;", "\x07", "\0"))
     assert set(contents(evil_run)) - set(before) <= {"control.json"}
     assert {path.name for path in tmp_path.rglob("*")} & {"up", "up0", "passwd", "passwd0"} == set()

@@ -16,13 +16,13 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from msprobe_megatron import overlays
 from msprobe_megatron.cli import main
-from msprobe_megatron.config.errors import ConfigError
+from msprobe_megatron.config.document import ConfigError
 from msprobe_megatron.config.selection import RankSelection
-from msprobe_megatron.control import Control
+from msprobe_megatron.hosts.launching import overlays
+from msprobe_megatron.job.control import Control
 from msprobe_megatron.topology.coordinates import Coordinates
-from tests.trust.damage import CASES
+from tests.jobs.trust.damage import CASES
 
 pytestmark = pytest.mark.trust
 
@@ -245,10 +245,10 @@ def test_control_files(content):
         path = Path(folder) / "control.json"
         path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
         control = Control(Path(folder), Coordinates(), RankSelection(), lambda text, event: said.append(text))
-        told = control.tell(3, lambda order: obeyed.append(order) or True)
+        told = control.apply_due(3, lambda order: obeyed.append(order) or True)
         assert told == bool(obeyed) and len(said) == 1, "obeyed or refused, and said once"
         assert told or "nothing changes" in said[0] and str(path) in said[0]
-        assert not control.tell(4, lambda order: True), "looked at once"
+        assert not control.apply_due(4, lambda order: True), "looked at once"
         assert os.listdir(folder) == ["control.json"]
 
 

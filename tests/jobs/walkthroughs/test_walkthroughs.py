@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "walkthroughs.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "walkthroughs.md"
 _BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.S)
 _EXIT = re.compile(r"\s+# exit (\d+)$")
 _SECTIONS = re.compile(r"^## ", re.M)

@@ -4,7 +4,7 @@ import pytest
 @pytest.fixture(scope="session")
 def watched(tmp_path_factory):
     """Two data parallel ranks over sixteen steps, with curves for TensorBoard and one bad batch at step 14."""
-    from tests.checks.jobs import job
+    from tests.unit.job.features.checks.jobs import job
 
     probe = "monitor: {data: true, format: [parquet, tensorboard], alerts: [{rule: spike, kinds: [loss]}]}\n"
     root = tmp_path_factory.mktemp("watched")

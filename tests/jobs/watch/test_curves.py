@@ -8,11 +8,11 @@ import zlib
 import numpy as np
 import pytest
 
-from msprobe_megatron.curves import LiveCurves, tag_of
-from msprobe_megatron.report.png import heat_map, png
-from tests.alerts.steps import row, step
-from tests.report.test_export import fields
-from tests.watch.test_watch import query
+from msprobe_megatron.job.features.monitor.live_curves import LiveCurves, tag_of
+from msprobe_megatron.run_directory.encoders.png import heat_map, png
+from tests.jobs.watch.test_watch import query
+from tests.unit.job.features.alerts.steps import row, step
+from tests.unit.report.test_export import fields
 
 
 def events(data):
@@ -63,6 +63,8 @@ def test_tensorboard_itself_reads_it(watched):
         (row("decoder.layers.3", io="output", path="0"), "layer_003/whole output.0 activation"),
         (row("embedding", io="output"), "embedding/embedding output activation"),
         (row("lm loss", kind="loss", io="output", path="1"), "loss/lm loss output.1"),
+        (row("lm loss", kind="loss", io="output", path="0"), "loss/lm loss"),
+        (row("lm loss", kind="loss", io="output"), "loss/lm loss"),
         (row("learning_rate", kind="scalar", io="value"), "scalar/learning_rate"),
     ],
 )  # fmt: skip
@@ -101,6 +103,20 @@ class _Job:
         self.watchers = []
 
 
+def test_the_loss_is_drawn_as_the_log_shows_it(monkeypatch):
+    """Two microbatches of 10 and 30 tokens: the sum of losses over the sum of tokens, and no curve of tokens."""
+    logged = []
+    fake = types.SimpleNamespace(run=object(), log=lambda told, commit: logged.append(told))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    curves = LiveCurves(_Job(), tensorboard=False)
+    curves.saw(step(0, *(
+        (row("lm loss", kind="loss", io="output", path=path, microbatch=number), [value])
+        for number, pair in enumerate([(20.0, 10.0), (90.0, 30.0)])
+        for path, value in zip("01", pair, strict=True)
+    )))  # fmt: skip
+    assert logged == [{"msprobe/step": 0, "msprobe/loss/lm loss": pytest.approx(110.0 / 40.0)}]
+
+
 def test_wandb_gets_figures_only_when_the_job_has_a_run(monkeypatch):
     logged = []
     fake = types.SimpleNamespace(run=None, log=lambda told, commit: logged.append((told, commit)))
@@ -116,4 +132,4 @@ def test_wandb_gets_figures_only_when_the_job_has_a_run(monkeypatch):
     curves.saw(step(5, *tensors))
     [(told, commit)] = logged
     assert commit is False
-    assert told == {"msprobe/step": 5, "msprobe/loss/lm loss output": 3.0, "msprobe/layer_001/grad_reduced norm": 5.0}
+    assert told == {"msprobe/step": 5, "msprobe/loss/lm loss": 3.0, "msprobe/layer_001/grad_reduced norm": 5.0}

@@ -6,10 +6,10 @@ import duckdb
 import numpy as np
 import pytest
 
-from msprobe_megatron.analyse.live import look
+from msprobe_megatron.analysis.load.live import look
 from msprobe_megatron.cli import main
-from msprobe_megatron.report.terminal_watch import figure, sparkline
-from msprobe_megatron.voice import last_line
+from msprobe_megatron.job.messages import last_line
+from msprobe_megatron.report.terminal.watch import figure, sparkline
 
 
 def query(run, text):
@@ -58,7 +58,7 @@ def test_a_run_that_has_written_nothing_yet(tmp_path, capsys):
     (tmp_path / "run.json").write_text(json.dumps({"world": 4}))
     code = main(["watch", str(tmp_path), "--once"])
     out, err = capsys.readouterr()
-    assert (code == 0 and "nothing watched yet" in out) or (code == 2 and "run.json" in err)
+    assert code == 2 and "no monitored step yet" in out and not err
 
 
 def test_what_is_no_run(tmp_path, capsys):
@@ -87,7 +87,7 @@ def test_last_figure():
 
 
 def test_a_loss_that_is_not_finite_is_shown_as_such(tmp_path, capsys):
-    from tests.checks.jobs import job
+    from tests.unit.job.features.checks.jobs import job
 
     out = job(tmp_path, "single", "nan_weight", at=1, probe="monitor: {activations: false}\n", steps=3)
     live = look(out)
@@ -139,3 +139,64 @@ def test_the_last_line_of_a_job_names_the_command_that_helps(tmp_path, alerts, w
     line = last_line(12, tmp_path)
     assert line.startswith("12 steps recorded") and words in line
     assert ("msprobe-megatron diagnose" in line) == bool(alerts)
+
+
+def test_it_says_when_the_job_has_ended(watched, tmp_path, capsys):
+    import shutil
+
+    assert look(watched).ended
+    main(["watch", str(watched), "--once"])
+    assert "the job has ended" in " ".join(capsys.readouterr().out.split())
+    running = tmp_path / "running"
+    shutil.copytree(watched, running)
+    facts = json.loads((running / "ranks/rank_00001.json").read_text())
+    (running / "ranks/rank_00001.json").write_text(json.dumps({**facts, "closed": False}))
+    assert not look(running).ended
+    main(["watch", str(running), "--once"])
+    assert "ended" not in capsys.readouterr().out
+
+
+def test_on_a_terminal_it_waits_for_the_run_and_ends_with_the_job(watched, tmp_path):
+    """In a terminal of its own: nothing is there, then the run appears; the last view stays."""
+    import os
+    import pty
+    import shutil
+    import subprocess
+    import sys
+
+    main_end, its_end = pty.openpty()
+    words = [sys.executable, "-m", "msprobe_megatron", "watch", "late", "--every", "0.2"]
+    job = subprocess.Popen(words, cwd=tmp_path, stdin=its_end, stdout=its_end, stderr=subprocess.PIPE, text=True)
+    os.close(its_end)
+    assert "waiting for " in job.stderr.readline()
+    shutil.copytree(watched, tmp_path / "coming")
+    (tmp_path / "coming").rename(tmp_path / "late")
+    shown = b""
+    while True:
+        try:
+            part = os.read(main_end, 65536)
+        except OSError:  # what Linux says when the other end is closed
+            break
+        if not part:
+            break
+        shown += part
+    assert job.wait(timeout=120) == 1
+    os.close(main_end)
+    assert b"the job has ended" in shown and b"lm loss" in shown
+
+
+def test_a_trace_has_the_seconds_of_every_step_and_rank(watched, tmp_path, capsys):
+    assert main(["export", str(watched), "--format", "trace", "--out", str(tmp_path / "trace.json")]) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    steps = [event for event in events if event["ph"] == "X"]
+    assert {(event["pid"], event["name"]) for event in steps} == {(r, f"step {n}") for r in (0, 1) for n in range(16)}
+    seconds = query(watched, "select rank, step, sum from ROWS where kind = 'throughput' and name = 'seconds'")
+    lasted = {(event["pid"], int(event["name"][5:])): event["dur"] / 1e6 for event in steps}
+    assert lasted == {(rank, step): pytest.approx(value, abs=1e-9) for rank, step, value in seconds}
+    for rank in (0, 1):
+        spans = [(event["ts"], event["ts"] + event["dur"]) for event in steps if event["pid"] == rank]
+        assert spans == sorted(spans) and all(b[0] >= a[1] - 1 for a, b in zip(spans, spans[1:], strict=False))
+    alerts = [event for event in events if event["ph"] == "i" and event["name"] == "alert"]
+    assert len(alerts) == 1 and "lm loss" in alerts[0]["args"]["text"]
+    losses = [event["args"]["loss"] for event in events if event["ph"] == "C" and event["name"] == "lm loss"]
+    assert losses == pytest.approx(look(watched).losses["lm loss"])

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from msprobe_megatron.cli import main
-from msprobe_megatron.commands import COMMANDS
+from msprobe_megatron.cli.commands import COMMANDS, GROUPS
 
 
 def call(capsys, *argv):
@@ -48,6 +48,71 @@ def test_no_command_and_an_unknown_one_are_usage_errors(capsys):
         code, _, err = call(capsys, *argv)
         assert code == 2
         assert "usage:" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["complte"], "'complte' is no command (did you mean compare?); accepted: demo, "),
+        (
+            ["export", "x", "--format", "tensorbord"],
+            "'tensorbord' is not known (did you mean tensorboard?); accepted: csv,",
+        ),
+        (["export", "x", "--formt", "csv"], "unrecognized arguments: --formt (did you mean --format?)"),
+        (
+            ["validate", "l0.yaml"],
+            "l0.yaml: dump.level: 'l0' is not known (did you mean L0?); accepted: L0, L1, ",
+        ),
+        (["validate", "rule.yaml"], "'spikes' is not known (did you mean spike?); accepted: nonfinite, spike"),
+        (["docs", "alert"], "'alert' is no page (did you mean alerts?)"),
+    ],
+)
+def test_the_closest_word_is_suggested_and_errors_are_json_if_asked_for(capsys, tmp_path, monkeypatch, argv, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "l0.yaml").write_text("dump: {level: l0}\n")
+    (tmp_path / "rule.yaml").write_text("monitor: {alerts: [spikes]}\n")
+    code, out, err = call(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert said in err
+    code, out, err = call(capsys, *argv, "--json")
+    assert (code, err) == (2, "")
+    assert said in json.loads(out)["error"]
+
+
+def test_help_lists_every_command_in_groups(capsys):
+    code, out, _ = call(capsys, "--help")
+    assert code == 0
+    titles = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [f"{title}:" for title in GROUPS]
+    listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ") and line.strip()]
+    assert listed == list(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"), [("exp", ["export"]), ("export --fo", ["--format"]), ("ctl --du", ["--dump"])]
+)
+def test_the_shell_completes_commands_and_flags(words, offered):
+    command = [sys.executable, "-m", "msprobe_megatron", "completion", "bash"]
+    script = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    typed = ["msprobe-megatron", *words.split()]
+    lines = [script, f"COMP_WORDS=({' '.join(typed)}) COMP_CWORD={len(typed) - 1}"]
+    lines += ["_msprobe_megatron", 'printf "%s\\n" "${COMPREPLY[@]}"']
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == offered
+
+
+def test_completion_of_the_other_shells_names_every_command(capsys):
+    for shell in ("zsh", "fish"):
+        code, out, _ = call(capsys, "completion", shell)
+        assert code == 0
+        assert all(name in out for name in COMMANDS)
+
+
+def test_validate_prints_the_schema(capsys):
+    from msprobe_megatron.config.json_schema import json_schema
+
+    code, out, _ = call(capsys, "validate", "--schema")
+    assert (code, json.loads(out)) == (0, json_schema())
 
 
 def test_demo_records_two_steps_and_says_so(demo_run):
@@ -101,7 +166,7 @@ def test_summary_tells_of_files_that_are_missing_or_broken(capsys, demo_run, tmp
     (copy / "step_000002" / "rank_00000" / "records.parquet").unlink()
     code, out, _ = call(capsys, "summary", str(copy))
     assert code == 1
-    assert "step_000002/rank_00000/records.parquet is not there" in out
+    assert "step_000002/rank_00000/records.parquet is missing" in out
     (copy / "run.json").write_text("{")
     code, _, err = call(capsys, "summary", str(copy))
     assert code == 2

@@ -11,12 +11,12 @@ from msprobe_megatron.config import ConfigError, ProbeConfig, load
 
 @pytest.fixture
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ProbeConfig]:
-    """Write a probe file and load it; also what is not available yet, unless the test says otherwise."""
+    """Write a probe file and load it."""
     monkeypatch.chdir(tmp_path)
 
     def read(text: str, name: str = "probe.yaml", **options: Any) -> ProbeConfig:
         Path(name).write_text(text, encoding="utf-8")
-        return load(name, **{"allow_unavailable": True, **options})
+        return load(name, **options)
 
     return read
 

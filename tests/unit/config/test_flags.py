@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from msprobe_megatron.arguments import FLAGS, Flags, add_arguments, from_command_line, from_namespace
-from msprobe_megatron.config import NOT_YET, ConfigError
+from msprobe_megatron.config import ConfigError
+from msprobe_megatron.config.flags import FLAGS, Flags, add_arguments, from_command_line, from_namespace
 
 HOST = ["--num-layers", "2", "--lr", "-1e-4", "-x", "positional", "--fp16", "--split", "949,50,1"]
 
@@ -132,15 +132,6 @@ def test_load_config(tmp_path):
     flags = read("--msprobe-config", str(path), "--msprobe-steps", "5-6", "--msprobe-strict", MSPROBE_OUTPUT="env_out")
     config = flags.load_config()
     assert (config.output, config.steps.describe(), config.strict) == (Path("env_out"), "5-6", True)
-
-
-def test_load_config_passes_availability_on(tmp_path, monkeypatch):
-    monkeypatch.setitem(NOT_YET, "checks", "not here; accepted: leave it out")
-    path = tmp_path / "probe.yaml"
-    path.write_text("checks: {}")
-    with pytest.raises(ConfigError, match="not available in this release"):
-        Flags(config=str(path)).load_config()
-    assert Flags(config=str(path)).load_config(allow_unavailable=True).checks is not None
 
 
 def test_load_config_when_not_armed():

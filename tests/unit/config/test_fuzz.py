@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 
 from msprobe_megatron.config import ConfigError, ProbeConfig, describe, from_document
 from msprobe_megatron.config.document import parse_document_text
-from msprobe_megatron.config.msprobe_json import BLOCKS, COMMON, TASKS
-from msprobe_megatron.config.msprobe_monitor import MONITOR
-from msprobe_megatron.config.schema import DATA_MODES, LEVELS, MODES, TRIGGERS
-from msprobe_megatron.config.validate import TABLES
+from msprobe_megatron.config.keys import keys_of
+from msprobe_megatron.config.msprobe.config_json import BLOCKS, COMMON, TASKS
+from msprobe_megatron.config.msprobe.monitor_json import MONITOR
+from msprobe_megatron.config.reference import sections as all_sections
+from msprobe_megatron.config.sections.dump import DATA_MODES, LEVELS
+from msprobe_megatron.config.sections.perturb import MODES
+from msprobe_megatron.config.sections.recorder import TRIGGERS
 
 FIXED = "MSPROBE_FUZZ_SEED" not in os.environ  # scripts/fuzz.sh asks for other examples every time
 WORDS = sorted(
-    {key for table in TABLES.values() for key in table}
+    {key for _, section in all_sections(ProbeConfig) for key in keys_of(section)}
+    | keys_of(ProbeConfig).keys()
     | {key for table in BLOCKS.values() for key in table}
     | {"tp", "dp", "input", "output_grad", "rule", "threshold", "rules", "rule_name", "args", "enable"}
     | {
@@ -33,7 +37,7 @@ WORDS = sorted(
         "AnomalyNan",
     }
 )
-TOP = sorted(TABLES[ProbeConfig])
+TOP = sorted(keys_of(ProbeConfig))
 MSPROBE = sorted({*COMMON, *BLOCKS})
 scalars = st.one_of(
     st.none(),
@@ -65,7 +69,7 @@ def sections(names):
 
 def check(document):
     try:
-        config = from_document(document, "probe.yaml", allow_unavailable=True)
+        config = from_document(document, "probe.yaml")
     except ConfigError as error:
         message = str(error)
         assert message.startswith("probe.yaml: ")

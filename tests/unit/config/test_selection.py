@@ -7,14 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msprobe_megatron.config import ConfigError, RankSelection, parse_steps
-from msprobe_megatron.config.node import Context, Node
-from msprobe_megatron.config.selection import parse_ranks, parse_selection
+from msprobe_megatron.config.document import Context, Node
+from msprobe_megatron.config.selection import STEPS, parse_ranks, parse_selection
 
 HORIZON = 120
 
 
 def select(value):
     return parse_selection(Node(value, "steps", Context("probe.yaml")))
+
+
+def node(value):
+    return Node(value, "steps", Context("probe.yaml"))
 
 
 def ranks(value):
@@ -228,3 +232,38 @@ def test_order_of_writing_does_not_matter():
     for seed in range(10):
         shuffled = random.Random(seed).sample(items, len(items))
         assert select(shuffled) == expected
+
+
+def test_after_start_counts_from_the_first_step():
+    steps = STEPS.read(node({"after_start": [0, "4-8/2"]}))
+    assert steps.describe() == "{after_start: [0, 4-8/2]}"
+    assert steps.next_from(0) == 0  # not begun: from 0
+    steps.begin_at(4000)
+    assert [n for n in range(3990, 4020) if n in steps] == [4000, 4004, 4006, 4008]
+    assert (steps.next_from(0), steps.next_from(4001), steps.next_from(4009), steps.last) == (4000, 4004, None, 4008)
+    steps.begin_at(4002)
+    assert steps.next_from(0) == 4000  # only the first call counts
+    assert (steps.count(4004, None), steps.count(0, 4005)) == (3, 2)
+    again = steps.anew()
+    again.begin_at(7)
+    assert (again.next_from(0), again == steps, steps.next_from(0)) == (7, True, 4000)
+
+
+def test_begin_at_leaves_other_selections_alone():
+    steps = STEPS.read(node([0, 4]))
+    steps.begin_at(3)
+    assert steps.next_from(0) == 0
+
+
+@pytest.mark.parametrize("value", [{}, {"after_begin": [0]}, {"after_start": []}, {"after_start": "none"}])
+def test_after_start_refused(value):
+    with pytest.raises(ConfigError, match="accepted"):
+        STEPS.read(node(value))
+
+
+@pytest.mark.parametrize(
+    ("value", "first", "text"),
+    [([0, 4], 0, "none"), ([0, 4], 1, "0"), (["0-100/10"], 35, "0-30/10"), ([0, 7], 9, "0, 7"), ("all", 2, "0-1")],
+)
+def test_before(value, first, text):
+    assert STEPS.read(node(value)).before(first).describe() == text

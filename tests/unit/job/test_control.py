@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from msprobe_megatron.analyse.load import open_run
+from msprobe_megatron.analysis.load.run import open_run
 from msprobe_megatron.cli import main
 from msprobe_megatron.config import ConfigError, Overrides, RankSelection, StepSelection, load
-from msprobe_megatron.config.orders import Order, order_of, parse_order
+from msprobe_megatron.config.control_orders import Order, order_of, parse_order
 from msprobe_megatron.config.selection import Span
-from msprobe_megatron.control import Control, leader
-from msprobe_megatron.record.events import read_events
+from msprobe_megatron.job.control import Control, leader
+from msprobe_megatron.run_directory.directory import read_events
 from msprobe_megatron.topology.coordinates import Coordinates
-from tests.forked import run_forked
+from tests.support.forked import run_forked
 
 _STEPS = 18
 
@@ -183,7 +183,7 @@ def test_a_file_that_is_none_holds_nobody_up(tmp_path, kind):
         path.write_text('{"steps": "1' + " " * 70_000 + '"}')
     control = Control(tmp_path, Coordinates(), RankSelection(), lambda text, event: said.append(text))
     began = time.monotonic()
-    assert [control.tell(step, lambda order: True) for step in (0, 1)] == [False, False]
+    assert [control.apply_due(step, lambda order: True) for step in (0, 1)] == [False, False]
     assert time.monotonic() - began < 30 and len(said) == 1 and said[0].endswith("nothing changes")
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from msprobe_megatron.analyse.load import open_run
-from tests.forked import run_forked
+from msprobe_megatron.analysis.load.run import open_run
+from tests.support.forked import run_forked
 
 
 def train(out):

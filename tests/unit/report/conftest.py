@@ -2,10 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.report.html.page import page, page_data
-from tests.report.browser import open_browser
-from tests.report.runs import make_run
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.analysis.page.page_data import page_data
+from msprobe_megatron.report.html.page import page
+from tests.unit.report.browser import open_browser
+from tests.unit.report.runs import make_run
 
 _STEPS = 5
 _RECIPES = {

@@ -1,6 +1,6 @@
 """Draws the pictures of docs/report.md: pages of a healthy, a diverged and a broken run, as a laptop shows them.
 
-python -m tests.report.pictures docs/images
+python -m tests.unit.report.pictures docs/images
 """
 
 import os
@@ -8,10 +8,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.report.html.page import page, page_data
-from tests.report.browser import load, open_browser, settle, tab
-from tests.report.runs import make_run
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.analysis.page.page_data import page_data
+from msprobe_megatron.report.html.page import page
+from tests.unit.report.browser import load, open_browser, settle, tab
+from tests.unit.report.runs import make_run
 
 _STEPS = 20
 

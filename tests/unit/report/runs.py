@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.compare.faults import Chunks, around, named, weight
-from tests.forked import run_forked
+from tests.jobs.compare.faults import Chunks, around, named, weight
+from tests.support.forked import run_forked
 
 _MODEL = (
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32 --swiglu"
@@ -66,8 +66,8 @@ _FAULTS = {"none": None, "overflow": _overflow, "attention_scale": _attention_sc
 
 
 def _train(argv: list[str], fault: str, step: int) -> list[float]:
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     change = _FAULTS[fault]
     return run(argv, Callbacks(ready=(lambda chunks, _: change(chunks, step)) if change else None)).losses

@@ -9,9 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.report.html.page import page, page_data
-from tests.report.browser import load, settle, tab
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.analysis.page.page_data import page_data
+from msprobe_megatron.report.html.page import page
+from tests.unit.report.browser import load, settle, tab
 
 FIRST = "decoder.layers.2.pre_mlp_layernorm"
 EVIL = "</script><script>alert(1)</script>"

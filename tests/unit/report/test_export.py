@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.analyse.view_trend import tags_of
+from msprobe_megatron.analysis.exports.trend import tags_of
 from msprobe_megatron.cli import main
-from msprobe_megatron.report.csv_table import csv_chunks
-from msprobe_megatron.report.tensorboard import crc32c, event_chunks
+from msprobe_megatron.report.files.csv_table import csv_chunks
+from msprobe_megatron.run_directory.encoders.tensorboard_events import crc32c, event_chunks
 
 NAME = "decoder.layers.2.pre_mlp_layernorm"
 

@@ -8,13 +8,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.analyse import view_flow
-from msprobe_megatron.analyse.exchanges import Exchange
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.view_flow import _carried, _own_microbatch, flow, follow
-from msprobe_megatron.report.html.page import page, page_data
-from tests.demo_runs import demo_run
-from tests.report.browser import load, tab
+from msprobe_megatron.analysis.diagnose.exchanges import MatchedExchange
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.analysis.page import versus as flow_data
+from msprobe_megatron.analysis.page.page_data import page_data
+from msprobe_megatron.analysis.page.versus import _own_microbatch, _transfers, flow, follow
+from msprobe_megatron.report.html.page import page
+from tests.support.demo_runs import demo_run
+from tests.unit.report.browser import load, tab
 
 PROBE = "steps: [0]\ndump: {level: mix}\n"
 FLAGS = "--num-layers 4 --micro-batch-size 1 --global-batch-size 2 --train-iters 1"
@@ -41,7 +42,7 @@ def test_a_missing_reduction_is_named_with_what_ranks_hold(runs, data):
     assert (first["name"], first["io"]) == ("decoder.layers.2.mlp.linear_fc2", "output")
     assert {stop["state"] for stop in stops[:at]} == {"agree"}
     (text,) = first["carried"]
-    assert text.startswith("no communication here, though in other layers it ends in all_reduce over tp, ranks 0, 1")
+    assert text.startswith("no communication here, although in other layers it ends in all_reduce over tp, ranks 0, 1")
     for rank, norm, *_ in first["ranks"]:
         rows = pq.read_table(runs / f"tp2/step_000000/rank_{rank:05d}/records.parquet").to_pylist()
         (held,) = [r for r in rows if all(r[k] == first[k] for k in ("name", "io", "path", "kind", "microbatch"))]
@@ -65,21 +66,21 @@ def stop(**changes):
 
 def test_what_arrives_at_another_stage_names_the_message():
     sends = [
-        Exchange("send", "pp", [0, 2], "", 0, 0, "forward", 2048),
-        Exchange("send", "pp", [9, 8], "", 0, 0, "forward", 1),
+        MatchedExchange("send", "pp", [0, 2], "", 0, 0, "forward", 2048),
+        MatchedExchange("send", "pp", [9, 8], "", 0, 0, "forward", 1),
     ]
-    assert _carried(stop(), sends, {0, 1}, {2, 3}) == ["carried by send rank 0 to rank 2, 2.0 KiB, arrived as sent"]
-    assert _carried(stop(), sends, {0, 1}, {0, 1}) == []
-    others = [Exchange("send", "pp", ranks, "", 0, 0, "forward", 1) for ranks in ([9, 2], [2, 9], [2, 0])]
-    assert _carried(stop(), others, {0, 1}, {2, 3}) == [], "from elsewhere, or away from here"
-    broken = Exchange("send", "pp", [0, 2], "", 0, 0, "forward", 2048, finding="rank 2 got 3, not 4")
-    assert _carried(stop(), [broken], {0}, {2}) == ["carried by send rank 0 to rank 2, 2.0 KiB: rank 2 got 3, not 4"]
+    assert _transfers(stop(), sends, {0, 1}, {2, 3}) == ["via send rank 0 to rank 2, 2.0 KiB, received as sent"]
+    assert _transfers(stop(), sends, {0, 1}, {0, 1}) == []
+    others = [MatchedExchange("send", "pp", ranks, "", 0, 0, "forward", 1) for ranks in ([9, 2], [2, 9], [2, 0])]
+    assert _transfers(stop(), others, {0, 1}, {2, 3}) == [], "from elsewhere, or away from here"
+    broken = MatchedExchange("send", "pp", [0, 2], "", 0, 0, "forward", 2048, finding="rank 2 got 3, not 4")
+    assert _transfers(stop(), [broken], {0}, {2}) == ["via send rank 0 to rank 2, 2.0 KiB: rank 2 got 3, not 4"]
 
 
 def test_a_module_that_never_communicates_misses_nothing():
-    other = Exchange("all_reduce", "tp", [0, 1], "decoder.layers.0.mlp.linear_fc2", 0, 0, "forward", 64)
+    other = MatchedExchange("all_reduce", "tp", [0, 1], "decoder.layers.0.mlp.linear_fc2", 0, 0, "forward", 64)
     here = stop(name="decoder.layers.1.mlp.linear_fc1", io="output", first=True)
-    assert _carried(here, [other], {0, 1}, {0, 1}) == []
+    assert _transfers(here, [other], {0, 1}, {0, 1}) == []
 
 
 @pytest.mark.parametrize(
@@ -131,21 +132,21 @@ def test_what_belongs_to_no_microbatch_stands_with_its_like():
 
 def test_only_exchanges_of_its_ranks_microbatch_and_phase_carry_it():
     def reduce(ranks, microbatch=0, phase="forward"):
-        return Exchange("all_reduce", "tp", ranks, "x", 0, microbatch, phase, 1024)
+        return MatchedExchange("all_reduce", "tp", ranks, "x", 0, microbatch, phase, 1024)
 
     others = [reduce([4, 5]), reduce([0, 1], microbatch=1), reduce([0, 1], phase="backward")]
-    assert _carried(stop(io="output"), others, None, {0, 1}) == []
-    assert _carried(stop(io="output"), [*others, reduce([0, 1])], None, {0, 1}) == [
-        "carried by all_reduce over tp, ranks 0, 1, 1.0 KiB"
+    assert _transfers(stop(io="output"), others, None, {0, 1}) == []
+    assert _transfers(stop(io="output"), [*others, reduce([0, 1])], None, {0, 1}) == [
+        "via all_reduce over tp, ranks 0, 1, 1.0 KiB"
     ]
 
 
 def test_messages_are_looked_for_from_the_last_ranks_that_held_something(monkeypatch):
     """Four stops on two stages of two data-parallel ranks; nobody holds the second."""
     held = {"m0": [0, 1], "m1": [], "m2": [2, 3], "m3": [2, 3]}
-    monkeypatch.setattr(view_flow, "micro_batch_size", lambda run, table: 2)
-    sends = [Exchange("send", "pp", ranks, "", 1, 0, "forward", 1024) for ranks in ([0, 2], [1, 3])]
-    monkeypatch.setattr(view_flow, "exchanges", lambda run, step: sends)
+    monkeypatch.setattr(flow_data, "micro_batch_size", lambda run, table: 2)
+    sends = [MatchedExchange("send", "pp", ranks, "", 1, 0, "forward", 1024) for ranks in ([0, 2], [1, 3])]
+    monkeypatch.setattr(flow_data, "exchanges", lambda run, step: sends)
 
     def ask(question, values):
         return [(rank, 2.0, "", 0, rank % 2) for rank in held[values[2]]]
@@ -159,7 +160,7 @@ def test_messages_are_looked_for_from_the_last_ranks_that_held_something(monkeyp
     assert [one["carried"] for one in stops] == [
         [],
         [],
-        ["carried by send rank 1 to rank 3, 1.0 KiB, arrived as sent"],
+        ["via send rank 1 to rank 3, 1.0 KiB, received as sent"],
         [],
     ]
     assert follow([], view) == {"communication": False}

@@ -8,14 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.view_series import series, thinned
-from msprobe_megatron.analyse.view_shards import shards
-from msprobe_megatron.analyse.view_table import open_view, packed, short
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.analysis.page.page_data import page_data
+from msprobe_megatron.analysis.page.table import open_view, packed, short
+from msprobe_megatron.analysis.page.trends import series, shards, thinned
 from msprobe_megatron.cli import main
-from msprobe_megatron.report.files import OutputError, write_whole
-from msprobe_megatron.report.html.embed import embedded_json, policy
-from msprobe_megatron.report.html.page import page, page_data
+from msprobe_megatron.report.files.files import OutputError, write_whole
+from msprobe_megatron.report.html.page import embedded_json, page, policy
 from msprobe_megatron.topology.layers import layer_of
 
 

@@ -5,11 +5,12 @@ import shutil
 
 import pytest
 
-from msprobe_megatron.analyse.load import open_run
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.analysis.page.page_data import page_data
 from msprobe_megatron.cli import main
-from msprobe_megatron.report.html.page import page, page_data
-from tests.demo_runs import demo_run
-from tests.report.browser import load, tab
+from msprobe_megatron.report.html.page import page
+from tests.support.demo_runs import demo_run
+from tests.unit.report.browser import load, tab
 
 TWO_LAYERS = "--num-layers 2 --micro-batch-size 1 --train-iters 2"
 TP2 = f"{TWO_LAYERS} --tensor-model-parallel-size 2 --sequence-parallel"
@@ -45,16 +46,21 @@ def unstable(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "tone", "headline", "said"),
     [
-        ("suspect", "bad", "Suspect operator: decoder.layers.1.mlp.linear_fc2", "another result for the same inputs"),
-        ("examined", "good", "Healthy as far as examined", "no suspect in 8 looks at 2 operators"),
+        (
+            "suspect",
+            "bad",
+            "Suspect operator: decoder.layers.1.mlp.linear_fc2",
+            "a different result for the same inputs",
+        ),
+        ("examined", "good", "Healthy as far as examined", "no suspect in 8 checks of 2 operators"),
         (
             "disagreeing",
             "bad",
             "Ranks disagree since step 0 in decoder.layers.0.input_layernorm.weight",
             "is not the same on ranks [0, 1] (tp)",
         ),
-        ("compared", "good", "Healthy as far as examined", "ranks held the same in 2 comparisons (tp)"),
-        ("kept", "good", "Healthy as far as examined", "the flight recorder had no reason to write"),
+        ("compared", "good", "Healthy as far as examined", "replicas identical in 2 comparisons (tp)"),
+        ("kept", "good", "Healthy as far as examined", "the flight recorder was not triggered"),
     ],
 )
 def test_a_run_without_tensors_has_a_page(parts, tmp_path, capsys, name, tone, headline, said):
@@ -109,7 +115,7 @@ def test_a_suspect_is_the_verdict(unstable):
     assert data["verdict"]["tone"] == "bad"
     assert data["verdict"]["headline"] == "Suspect operator: decoder.layers.1.mlp.linear_fc2"
     (finding,) = [found for found in data["verdict"]["findings"] if found["title"] == "Suspect operators"]
-    assert "another result for the same inputs" in finding["text"]
+    assert "a different result for the same inputs" in finding["text"]
     (suspect,) = data["perturb"]["suspects"]
     assert (suspect["name"], suspect["verdict"]) == ("decoder.layers.1.mlp.linear_fc2", "nondeterministic")
     assert sum(data["perturb"]["verdicts"].values()) == suspect["looks"]

@@ -5,12 +5,11 @@ import itertools
 import pytest
 import torch
 
-from msprobe_megatron.measure.compiled import Compiled
-from msprobe_megatron.measure.numbered import numbered_into
+from msprobe_megatron.job.measure.compiled import Compiled
+from msprobe_megatron.run_directory.digest import numbered_into
 from msprobe_megatron.topology.index_map import index_map
 from msprobe_megatron.topology.shards import ShardSpec, cut
-
-from .kernels import DTYPES, kernels, layouts_of, values
+from tests.unit.job.measure.kernels import DTYPES, kernels, layouts_of, values
 
 KERNELS = kernels()
 WORD = (1 << 64) - 1
@@ -61,6 +60,8 @@ SPECS = [
     ("s[cp:zigzag,tp] b h", (32, 2, 5)),
     ("d0[tp:gated] d1", (16, 7)),
     ("b n[tp] s[cp:zigzag] k", (2, 4, 8, 3)),
+    ("d0[tp:packed 2,1,1] d1", (32, 3)),
+    ("s[cp:zigzag 1,1,tp:packed 1,1] b", (64, 2)),
     ("d0[tp]", (12,)),
     ("v[tp] s[cp:zigzag]", (2, 8)),
 ]

@@ -10,9 +10,8 @@ from typing import IO
 
 import pytest
 
-from msprobe_megatron.record.directory import RunDirectory, RunDirectoryError
-from msprobe_megatron.record.events import read_events
-from msprobe_megatron.record.json_text import json_text
+from msprobe_megatron.run_directory.directory import RunDirectory, RunDirectoryError, read_events
+from msprobe_megatron.run_directory.safe_files import json_text
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o777], ids=["umask000", "umask022", "umask777"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from msprobe_megatron.record.directory import RunDirectory
+from msprobe_megatron.run_directory.directory import RunDirectory
 
 
 @pytest.fixture

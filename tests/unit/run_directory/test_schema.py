@@ -2,8 +2,8 @@
 
 import pyarrow as pa
 
-from msprobe_megatron.measure import stats
-from msprobe_megatron.record import schema
+from msprobe_megatron.job.measure import stats
+from msprobe_megatron.run_directory import schema
 
 DESIGN_ORDER = [
     *("step", "microbatch", "phase", "seq"),
@@ -51,6 +51,9 @@ def test_kinds_and_phases_are_those_of_the_design() -> None:
         [
             *("activation", "gradient", "parameter", "grad_unreduced", "grad_reduced", "grad_clipped"),
             *("optimizer_state", "update", "comm", "data", "loss", "perturb", "check", "throughput"),
+            "buffer",  # state of a module that no gradient changes: the bias of a router
+            "routing",
+            "token",  # choices of a router, token by token: saved whole, without statistics
             "scalar",  # numbers of a rank that are neither a loss nor a speed: learning rate, entropy of attention
         ]
     )

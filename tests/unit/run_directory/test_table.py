@@ -9,11 +9,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.record.directory import RunDirectory
-from msprobe_megatron.record.schema import Row, arrow_schema
-from msprobe_megatron.record.table import Columns, build_table
-
-from .samples import IDENTITY, row
+from msprobe_megatron.run_directory.directory import RunDirectory
+from msprobe_megatron.run_directory.schema import Row, arrow_schema
+from msprobe_megatron.run_directory.table import build_table
+from tests.unit.job.record.samples import IDENTITY, row
 
 UGLY = [
     "../../etc/passwd",
@@ -138,21 +137,3 @@ def test_a_name_that_is_not_unicode_loses_no_row() -> None:
     rows = [row(name="bad\udc80name", extra="{}"), row(1, name="good")]
     table = build_table(1, rows, np.empty((0, 5)), np.empty((0, 4), np.int64), IDENTITY)
     assert table["name"].to_pylist() == ["bad\\udc80name", "good"]
-
-
-def test_columns_are_taken_over_only_while_rows_are_the_same() -> None:
-    columns = Columns()
-    first = [row(seq=n, name=f"layer.{n}", slot=n) for n in range(4)]
-    floats, counts = np.arange(20.0).reshape(4, 5), np.zeros((4, 4), np.int64)
-    for step, rows, figures in (
-        (1, first, floats),
-        (2, [Row(*r) for r in first], floats + 1),
-        (3, [first[0]._replace(name="other"), *first[1:]], floats + 2),
-        (4, first[:2], floats + 3),
-        (5, [first[1]._replace(slot=0), first[0]._replace(slot=1)], floats + 4),
-    ):
-        remembered = build_table(step, rows, figures, counts, IDENTITY, columns=columns)
-        assert remembered.equals(build_table(step, rows, figures, counts, IDENTITY))
-    assert remembered.column("min").to_pylist() == [4.0, 9.0] and remembered.column("step").to_pylist() == [5, 5]
-    elsewhere = build_table(6, first[:2], floats, counts, {**IDENTITY, "rank": 9}, columns=columns)
-    assert elsewhere.column("rank").to_pylist() == [9, 9]

@@ -1,8 +1,8 @@
-"""Assembly: which elements of one run's shards are which of another's, without putting either together.
+"""Assembly: which elements of one run's shards correspond to which of the other's, without merging either.
 
-A shard lies in the whole tensor as a box, or as a few: its segments along each dimension (`topology.index_map`). Two
-runs cut the same whole differently; the boxes of one meet those of the other in boxes again, and each of these is a
-view of a shard on either side. Only flat ranges (optimizer shards) against shards of another form need a copy.
+A shard occupies one or a few boxes of the whole tensor: its segments along each dimension (`topology.index_map`). Two
+runs split the same tensor differently; the intersections of their boxes are boxes too, and each is a view of a shard on
+either side. Only flat ranges (optimizer shards) beside shards of another form need a copy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from msprobe_megatron.analyse.elements import Index, View
+from msprobe_megatron.analysis.compare.pairs.elements import Index, View
 from msprobe_megatron.topology.index_map import index_map
 from msprobe_megatron.topology.shards import ShardSpec
 
@@ -38,7 +38,7 @@ class Part:
 
     @property
     def complete(self) -> bool:
-        """Whether this part is the whole tensor in its own order."""
+        """True if this part is the whole tensor in its own order."""
         return self.view.words.shape == self.whole and all(
             len(held) == 1 and held[0][0] == held[0][2] == 0 for held in self.segments
         )
@@ -51,17 +51,13 @@ def part_of(
 
     `batch` is (0, samples of this microbatch, its first sample among those compared): shards of several microbatches
     make up one whole along the dimension `b`.
-
-    Example::
-
-        part_of(view, ShardSpec.parse("s[cp:zigzag] b h"), (16, 2, 8), {"cp": 1}, {"cp": 2}, None)
     """
 
     def size(axis: str) -> int:
         return sizes.get(axis, 1)
 
     local = tuple(
-        extent // math.prod(size(cut.axis) for cut in dim.cuts if cut.order != "samples")
+        extent // math.prod(cut.parts(size(cut.axis)) for cut in dim.cuts)
         for extent, dim in zip(whole, spec.dims, strict=True)
     )
     numbering = index_map(spec, local, lambda axis: place.get(axis, 0), size)
@@ -84,10 +80,6 @@ def meet(left: Sequence[Part], right: Sequence[Part]) -> Iterator[tuple[View, Vi
     """Pairs of views that hold the same elements of the whole, and the number of their first element in it.
 
     None if the two do not cover the same whole.
-
-    Example::
-
-        for x, y, at in meet(parts_of_tp1, parts_of_tp8): ...
     """
     right = [_in_order(part, left[0].dims) for part in right]
     shapes = {part.whole for part in (*left, *right)}
@@ -117,7 +109,7 @@ def _in_order(part: Part, dims: tuple[str, ...]) -> Part:
 
 
 def covers(parts: Sequence[Part], whole: Index) -> bool:
-    """Whether the shards have as many elements as the whole."""
+    """True if the shards have as many elements as the whole."""
     return sum(math.prod(sum(count for _, count, _ in held) for held in part.segments) for part in parts) == math.prod(
         whole
     )
@@ -143,7 +135,7 @@ def _common(left: Sequence[Segment], right: Sequence[Segment]) -> list[tuple[int
 
 
 def _flat(parts: Sequence[Part], whole: Index) -> list[tuple[View, int]] | None:
-    """A side as views in one dimension and their first element of the whole; put together where it must be."""
+    """A side as one-dimensional views with their first element of the whole; merged by a copy where necessary."""
     if len(parts) == 1 and not parts[0].flat and parts[0].complete:
         return [(View(parts[0].view.dtype, parts[0].view.words.reshape(-1)), 0)]
     if not all(part.flat for part in parts):
@@ -165,12 +157,7 @@ def _flat(parts: Sequence[Part], whole: Index) -> list[tuple[View, int]] | None:
 
 
 def together(parts: Sequence[Part], whole: Index) -> Any:
-    """The whole tensor, copied together from shards that are not flat; its words in one dimension.
-
-    Example::
-
-        together(parts, (16, 2, 8)).reshape(16, 2, 8)
-    """
+    """The whole tensor, copied together from shards that are not flat; its words in one dimension."""
     buffer = np.empty(whole, parts[0].view.words.dtype)
     for part in parts:
         for box in itertools.product(*part.segments):

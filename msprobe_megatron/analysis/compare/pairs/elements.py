@@ -1,8 +1,7 @@
-"""Elements: how far two tensors are apart, element by element, in pieces that fit into the cache.
+"""Elements: the difference of two tensors, element by element, in pieces that fit into the cache.
 
-The innermost loop of a comparison of saved tensors. Views of mapped files go in, in any dtype and any strides; a few
-figures that add up come out. Nothing is copied but a piece at a time, and that only to widen 16-bit numbers or to
-straighten strides. No torch is needed.
+The innermost loop of a comparison of saved tensors. Takes views of mapped files, of any dtype and strides, and returns
+a few sums. Copies one piece at a time, and only to widen 16-bit numbers or to make strides contiguous. Needs no torch.
 """
 
 from __future__ import annotations
@@ -20,19 +19,12 @@ Array = npt.NDArray[Any]
 Index = tuple[int, ...]
 
 PIECE = 1 << 16
-"""Elements that are worked on at once: two of them and their difference stay in the second-level cache."""
+"""Elements per piece: two pieces and their difference fit into the second-level cache."""
 
 
 @dataclass
 class Apart:
-    """Sums over the elements of two tensors x and y; `add` is called for each pair of pieces.
-
-    Example::
-
-        apart = Apart()
-        add_views(apart, View("F32", x), View("F32", y), at=(0, 0))
-        apart.relative, apart.cosine, apart.largest_at
-    """
+    """Sums over the elements of two tensors x and y; `add` is called for each pair of pieces."""
 
     squares_x: float = 0.0
     squares_y: float = 0.0
@@ -43,7 +35,7 @@ class Apart:
     differing: int = 0
     """Elements that are not equal."""
     unlike: int = 0
-    """Elements that are NaN or infinite in one and not, or otherwise, in the other."""
+    """Elements that are NaN or infinite in one tensor and different in the other."""
     numel: int = 0
 
     @property
@@ -75,11 +67,8 @@ class View:
 
 
 def add_views(apart: Apart, x: View, y: View, at: Index, ratio: float = 1.0) -> None:
-    """Add two views of one shape, of which the first element is number `at` of the whole; y is multiplied by `ratio`.
-
-    Example::
-
-        add_views(apart, View("BF16", left), View("F32", right), at=(0, 128))
+    """Add two views of one shape, of which the first element is number `at` of the whole; y is multiplied by
+    `ratio`.
     """
     bits = x.dtype == y.dtype and ratio == 1.0
     for piece in pieces(x.words.shape):
@@ -123,12 +112,7 @@ _FP16_TOP = 65536.0
 
 
 def widened(view: View) -> Array:
-    """Values of a view as float32, or float64 where float32 cannot hold them; in one dimension and in one piece.
-
-    Example::
-
-        widened(View("BF16", words)).dtype      # float32
-    """
+    """Values of a view as float32, or float64 where float32 cannot hold them; in one dimension and in one piece."""
     words = view.words.reshape(-1)  # copies only what is not in one piece
     return _WIDEN.get(view.dtype, _double)(words)
 
@@ -181,13 +165,17 @@ def _from_e5m2(words: Array) -> Array:
 
 # A complex number is two real ones.
 _WIDEN = {
-    **{"F32": _plain, "C64": _plain, "BF16": _from_bf16, "F16": _from_half},
-    **{"F8_E4M3": _from_e4m3, "F8_E5M2": _from_e5m2},
+    "F32": _plain,
+    "C64": _plain,
+    "BF16": _from_bf16,
+    "F16": _from_half,
+    "F8_E4M3": _from_e4m3,
+    "F8_E5M2": _from_e5m2,
 }
 
 
 def _same(x: Array, y: Array) -> bool:
-    """Whether two pieces hold the same bits; looked at in full only if their first elements do."""
+    """True if two pieces hold the same bits; compared in full only if their first and last elements are equal."""
     x, y = x.reshape(-1), y.reshape(-1)
     if x[:1].tobytes() != y[:1].tobytes() or x[-1:].tobytes() != y[-1:].tobytes():
         return False
@@ -247,12 +235,7 @@ def _finite(x: Array, y: Array) -> tuple[Array, Array, Array, int]:
 
 
 def first_beyond(x: View, y: View, at: Index, limit: float, ratio: float = 1.0) -> Index | None:
-    """First element, in row-major order of the views, whose difference is more than `limit`; None if there is none.
-
-    Example::
-
-        first_beyond(View("F32", x), View("F32", y), at=(0,), limit=0.0)
-    """
+    """First element, in row-major order of the views, whose difference is more than `limit`; None if there is none."""
     for piece in pieces(x.words.shape):
         left, right = widened(x[piece]).astype(np.float64), widened(y[piece]).astype(np.float64) * ratio
         with np.errstate(all="ignore"):

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from msprobe_megatron.analyse.assembly import covers, part_of, together
-from msprobe_megatron.analyse.tensors import TensorFiles
+from msprobe_megatron.analysis.compare.pairs.assembly import covers, part_of, together
+from msprobe_megatron.analysis.load.saved_tensors import TensorFiles
 from msprobe_megatron.topology.shards import ShardSpec
 
 Numbers = npt.NDArray[np.int64]
@@ -30,13 +30,7 @@ _KEPT = 4
 
 
 class ExpertTokens:
-    """Numbers of the tokens of one run's experts.
-
-    Example::
-
-        tokens = ExpertTokens(saved, TensorFiles(run), run.sizes)
-        tokens.numbers(step=0, name="decoder.layers.1.mlp.experts.local_experts.3.linear_fc2", rank=1, first=0)
-    """
+    """Numbers of the tokens of one run's experts."""
 
     def __init__(self, saved: Mapping[tuple[Any, ...], list[Any]], files: TensorFiles, sizes: dict[str, int]) -> None:
         self._saved, self._files, self._sizes = saved, files, sizes

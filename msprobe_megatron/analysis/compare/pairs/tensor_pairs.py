@@ -1,7 +1,7 @@
-"""Saved tensors of two runs, pair by pair: exact figures in place of estimates.
+"""Saved tensors of two runs, compared element by element instead of by estimates.
 
-Comes after `match`. For each pair of whole tensors of which both runs have saved all shards, the shards are brought
-together as views (`assembly`) and gone through once (`elements`). Pairs without tensors keep what rows tell.
+Follows `match`. For each pair of whole tensors of which both runs saved all shards, the shards are aligned as views
+(`assembly`) and read once (`elements`). Pairs without saved tensors keep the statistics of their rows.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import duckdb
 import numpy as np
 import numpy.typing as npt
 
-from msprobe_megatron.analyse.assembly import Part, meet, part_of
-from msprobe_megatron.analyse.elements import Apart, Index, View, add_views, first_beyond
-from msprobe_megatron.analyse.expert_tokens import SAMPLE, ExpertTokens
-from msprobe_megatron.analyse.load import Run, RunError
-from msprobe_megatron.analyse.match import Pairs, same_layout
-from msprobe_megatron.analyse.merge import labelled_query
-from msprobe_megatron.analyse.tensors import TensorFiles
+from msprobe_megatron.analysis.compare.match import Pair, Pairs, same_layout
+from msprobe_megatron.analysis.compare.merge import labelled_query
+from msprobe_megatron.analysis.compare.pairs.assembly import Part, meet, part_of
+from msprobe_megatron.analysis.compare.pairs.elements import Apart, Index, View, add_views, first_beyond
+from msprobe_megatron.analysis.compare.pairs.expert_tokens import SAMPLE, ExpertTokens
+from msprobe_megatron.analysis.load.run import Run, RunError
+from msprobe_megatron.analysis.load.saved_tensors import TensorFiles
 from msprobe_megatron.topology.shards import ShardSpec
 
 Progress = Callable[[int, int], None]
-"""Called with how many pairs of how many are done."""
+"""Called with the number of pairs done and the total."""
 
 _AXES = ("tp", "pp", "dp", "cp", "ep", "etp", "edp")
-_WHAT = ("step", "phase", "kind", "name", "io", "path")
+_KEY = ("step", "phase", "kind", "name", "io", "path")
 
-_QUERY = f"""
-select {", ".join(_WHAT)}, samples_from, rank, tensor, shape, global_shape, shard, factor, {", ".join(_AXES)}
-from (select *, row_number() over (partition by {", ".join(_WHAT)}, samples_from, part order by rank) as replica
+_SQL_SAVED = f"""
+select {", ".join(_KEY)}, samples_from, rank, tensor, shape, global_shape, shard, factor, {", ".join(_AXES)}
+from (select *, row_number() over (partition by {", ".join(_KEY)}, samples_from, part order by rank) as replica
     from ({{labelled}}) where tensor is not null) where replica = 1 order by samples_from, rank
 """  # noqa: S608
 
 
 class Saved(NamedTuple):
-    """One saved shard: whose it is, its key, and where it lies."""
+    """One saved shard: its rank, its key in the tensor files, and its place in the whole tensor."""
 
     samples_from: int
     rank: int
@@ -51,8 +51,8 @@ class Saved(NamedTuple):
     place: dict[str, int]
 
 
-class Elements(NamedTuple):
-    """Figures of one pair, in the units of the golden run's tensor as it is judged."""
+class ElementResults(NamedTuple):
+    """Result of one pair, in the units of the golden run's tensor as it is judged."""
 
     relative: float
     distance: float
@@ -64,37 +64,34 @@ class Elements(NamedTuple):
     numel: int
 
 
+class _Side:
+    """What one run saved."""
+
+    def __init__(self, run: Run, saved: dict[tuple[Any, ...], list[Saved]]) -> None:
+        self.sizes, self.saved, self.files = run.sizes, saved, TensorFiles(run)
+        self.experts = ExpertTokens(saved, self.files, run.sizes)
+
+
 class TensorPairs:
-    """The pairs of a comparison that both runs have saved as tensors.
-
-    Example::
-
-        tensors = TensorPairs(connection, (golden, run), (query, query), pairs.columns, by_rank=False)
-        tensors.figures[17].cosine
-    """
+    """The pairs of a comparison that both runs have saved as tensors."""
 
     def __init__(
         self,
         connection: duckdb.DuckDBPyConnection,
-        runs: tuple[Run, Run],
-        labelled: tuple[str, str],
+        runs: Pair[Run],
+        labelled: Pair[str],
         columns: dict[str, npt.NDArray[Any]],
         by_rank: bool,
     ) -> None:
-        self._sizes = [run.sizes for run in runs]
-        self._files = [TensorFiles(run) for run in runs]
-        self._saved = [read_saved(connection, query) for query in labelled]
+        saved = labelled.map(lambda query: read_saved(connection, query))
+        self._sides = Pair(_Side(runs.left, saved.left), _Side(runs.right, saved.right))
         self._columns, self._by_rank = columns, by_rank
-        self._experts = [
-            ExpertTokens(saved, files, run.sizes)
-            for saved, files, run in zip(self._saved, self._files, runs, strict=True)
-        ]
-        self._known: dict[tuple[Any, ...], Elements | None] = {}
-        self.figures: dict[int, Elements] = {}
+        self._known: dict[tuple[Any, ...], ElementResults | None] = {}
+        self.results: dict[int, ElementResults] = {}
         self.problems: list[str] = []
 
     def compare(self, progress: Progress | None = None) -> None:
-        """Go through all pairs; `figures` holds those that could be compared."""
+        """Compare all pairs; `results` holds those that could be compared."""
         both = np.flatnonzero(self._columns["left_has"].astype(bool) & self._columns["right_has"].astype(bool))
         for count, i in enumerate(both.tolist()):
             if progress is not None and count % 64 == 0:
@@ -105,20 +102,20 @@ class TensorPairs:
                 self.problems.append(str(error))
                 continue
             if found is not None:
-                self.figures[i] = found
+                self.results[i] = found
 
     def column(self, name: str, absent: float = math.nan) -> npt.NDArray[np.float64]:
-        """One of the figures of all pairs."""
+        """One field of the results, for all pairs."""
         values = np.full(len(self._columns["step"]), absent)
-        for i, found in self.figures.items():
+        for i, found in self.results.items():
             values[i] = getattr(found, name)
         return values
 
     def first(self, i: int, limit: float) -> Index | None:
         """First element of pair `i`, in the order of its shards, that differs by more than `limit`."""
         if self._columns["tokens"][i] == "experts":
-            return self.figures[i].largest_at
-        left, right = (self._of(side, i) for side in (0, 1))
+            return self.results[i].largest_at
+        left, right = self._shards(i)
         ratio = left[0].factor / right[0].factor
         for x, y, at in self._views(i, left, right) or ():
             found = first_beyond(x, y, at, limit * left[0].factor, ratio)
@@ -126,18 +123,18 @@ class TensorPairs:
                 return _in_whole(found, left[0].whole)
         return None
 
-    def _pair(self, i: int) -> Elements | None:
-        left, right = (self._of(side, i) for side in (0, 1))
+    def _pair(self, i: int) -> ElementResults | None:
+        left, right = self._shards(i)
         if not left or not right:
             return None
-        # The output of one module is the input of the next: one tensor, many names.
+        # The output of one module is the input of the next: one tensor under several names.
         shards = ((row.samples_from, row.rank, row.tensor, row.shard, row.factor) for row in (*left, *right))
         key = (self._columns["step"][i], len(left), *shards)
         if key not in self._known:
             self._known[key] = self._measured(i, left, right)
         return self._known[key]
 
-    def _measured(self, i: int, left: list[Saved], right: list[Saved]) -> Elements | None:
+    def _measured(self, i: int, left: list[Saved], right: list[Saved]) -> ElementResults | None:
         if self._columns["tokens"][i] == "experts":
             return self._at_expert(i, left, right)
         views = self._views(i, left, right)
@@ -147,7 +144,7 @@ class TensorPairs:
         for x, y, at in views:
             add_views(apart, x, y, at, ratio)
         scale = left[0].factor
-        return Elements(
+        return ElementResults(
             apart.relative,
             math.sqrt(apart.squares) / scale,
             apart.largest / scale,
@@ -158,12 +155,12 @@ class TensorPairs:
             apart.numel,
         )
 
-    def _at_expert(self, i: int, left: list[Saved], right: list[Saved]) -> Elements | None:
-        """Tokens of an expert, matched by sample and position; those that only one side has are left to statistics."""
-        sides = [self._tokens(side, i, rows) for side, rows in enumerate((left, right))]
-        if sides[0] is None or sides[1] is None:
+    def _at_expert(self, i: int, left: list[Saved], right: list[Saved]) -> ElementResults | None:
+        """Tokens of an expert, matched by sample and position; the others are judged by statistics."""
+        sides = Pair(self._tokens(self._sides.left, i, left), self._tokens(self._sides.right, i, right))
+        if sides.left is None or sides.right is None:
             return None
-        (numbers_x, x), (numbers_y, y) = sides[0], sides[1]
+        (numbers_x, x), (numbers_y, y) = sides.left, sides.right
         common, at_x, at_y = np.intersect1d(numbers_x, numbers_y, assume_unique=True, return_indices=True)
         rows = max(len(x.words), len(y.words), 1)
         if x.words.shape[1:] != y.words.shape[1:] or 2 * len(common) < rows:
@@ -173,27 +170,27 @@ class TensorPairs:
         add_views(apart, x, y, (0,) * x.words.ndim, scale / right[0].factor)
         width = math.prod(x.words.shape[1:])
         at = apart.largest_at
-        return Elements(
+        return ElementResults(
             apart.relative,
             math.sqrt(apart.squares) / scale,
             apart.largest / scale,
             apart.cosine,
-            # Tokens that could not be told apart may differ.
+            # Tokens that could not be matched may differ.
             apart.differing + (rows - len(common)) * width,
             apart.unlike,
             None if at is None else (*divmod(int(common[at[0]]), SAMPLE), *at[1:]),
             apart.numel,
         )
 
-    def _tokens(self, side: int, i: int, rows: Sequence[Saved]) -> tuple[npt.NDArray[np.int64], View] | None:
-        """Numbers and values of all tokens of an expert, of all ranks that share it."""
+    def _tokens(self, side: _Side, i: int, rows: Sequence[Saved]) -> tuple[npt.NDArray[np.int64], View] | None:
+        """Numbers and values of all tokens of an expert, of all ranks that hold a part of it."""
         numbers, words, dtype = [], [], ""
         for row in rows:
             spec = ShardSpec.parse(row.shard)
-            cut = any(c.order != "samples" and self._sizes[side].get(c.axis, 1) > 1 for d in spec.dims for c in d.cuts)
+            cut = any(c.order != "samples" and side.sizes.get(c.axis, 1) > 1 for d in spec.dims for c in d.cuts)
             if spec.partial or cut or [dim.name for dim in spec.dims][:1] != ["x"]:
                 return None
-            found = self._experts[side].numbers(
+            found = side.experts.numbers(
                 int(self._columns["step"][i]), str(self._columns["name"][i]), row.rank, row.samples_from
             )
             view = self._view(side, i, row)
@@ -206,13 +203,16 @@ class TensorPairs:
         clear = together >= 0
         return (together[clear], View(dtype, known[clear])) if len(np.unique(together[clear])) == clear.sum() else None
 
-    def _of(self, side: int, i: int) -> list[Saved]:
-        """Shards of pair `i` on one side; a repeated forward may stand against one that was not repeated."""
-        step, phase, *what = (self._columns[name][i] for name in _WHAT)
+    def _shards(self, i: int) -> Pair[list[Saved]]:
+        return self._sides.map(lambda side: self._of(side, i))
+
+    def _of(self, side: _Side, i: int) -> list[Saved]:
+        """Shards of pair `i` on one side; a recomputed forward may be paired with one that was not recomputed."""
+        step, phase, *what = (self._columns[name][i] for name in _KEY)
         unit = int(self._columns["unit"][i])
         block = int(self._columns["block"][i])
         for chosen in dict.fromkeys((str(phase), "forward")):
-            rows = self._saved[side].get((int(step), chosen, *map(str, what)), ())
+            rows = side.saved.get((int(step), chosen, *map(str, what)), ())
             found = [row for row in rows if row.samples_from // unit == block]
             if found and self._columns["tokens"][i] == "fixed":
                 found = [row for row in found if row.samples_from == found[0].samples_from]
@@ -224,12 +224,12 @@ class TensorPairs:
         self, i: int, left: list[Saved], right: list[Saved]
     ) -> Iterator[tuple[View, View, Index]] | list[tuple[View, View, Index]] | None:
         several = max(len({row.samples_from for row in rows}) for rows in (left, right)) > 1
-        sides = [self._parts(side, i, rows, several) for side, rows in enumerate((left, right))]
-        if sides[0] is not None and sides[1] is not None:
-            return meet(sides[0], sides[1])
+        parts = Pair(self._parts(self._sides.left, i, left, several), self._parts(self._sides.right, i, right, several))
+        if parts.left is not None and parts.right is not None:
+            return meet(parts.left, parts.right)
         return self._rank_by_rank(i, left, right) if self._by_rank else None
 
-    def _parts(self, side: int, i: int, rows: Sequence[Saved], several: bool) -> list[Part] | None:
+    def _parts(self, side: _Side, i: int, rows: Sequence[Saved], several: bool) -> list[Part] | None:
         """Shards of one side with their places; `several` if either side holds the samples in several microbatches."""
         parts = []
         unit = int(self._columns["unit"][i])
@@ -241,36 +241,30 @@ class TensorPairs:
             if several and self._columns["tokens"][i] == "samples":
                 batch = (0, unit, row.samples_from - int(self._columns["block"][i]) * unit)
             view = self._view(side, i, row)
-            part = part_of(view, spec, row.whole, row.place, self._sizes[side], batch)
+            part = part_of(view, spec, row.whole, row.place, side.sizes, batch)
             if part is None:
                 return None
             parts.append(part)
         return parts
 
-    def _view(self, side: int, i: int, row: Saved) -> View:
-        return self._files[side].view(int(self._columns["step"][i]), row.rank, row.tensor, row.shape)
+    def _view(self, side: _Side, i: int, row: Saved) -> View:
+        return side.files.view(int(self._columns["step"][i]), row.rank, row.tensor, row.shape)
 
     def _rank_by_rank(self, i: int, left: list[Saved], right: list[Saved]) -> list[tuple[View, View, Index]] | None:
-        """Two runs of one layout: what has no known place is compared as the ranks hold it."""
+        """Two runs of one layout: shards without a known place are compared rank by rank."""
         if [(row.rank, row.shape) for row in left] != [(row.rank, row.shape) for row in right]:
             return None
         return [
-            (self._view(0, i, x), self._view(1, i, y), (0,) * len(x.shape)) for x, y in zip(left, right, strict=True)
+            (self._view(self._sides.left, i, x), self._view(self._sides.right, i, y), (0,) * len(x.shape))
+            for x, y in zip(left, right, strict=True)
         ]
 
 
 def read_saved(connection: duckdb.DuckDBPyConnection, labelled: str) -> dict[tuple[Any, ...], list[Saved]]:
-    """Saved shards, one of each part, by step, phase, kind, name, io and path.
-
-    Example::
-
-        read_saved(connection, labelled_query(connection, run, 0, "saved"))[0, "forward", "activation", ...]
-    """
+    """Saved shards, one per part, by step, phase, kind, name, io and path."""
     found: dict[tuple[Any, ...], list[Saved]] = defaultdict(list)
-    for row in connection.execute(_QUERY.replace("{labelled}", labelled)).fetchall():
-        what, rest = row[:6], row[6:]
-        names = tuple(map(sys.intern, what[1:]))
-        key = (what[0], *names)
+    for row in connection.execute(_SQL_SAVED.format(labelled=labelled)).fetchall():
+        key, rest = (row[0], *map(sys.intern, row[1:6])), row[6:]
         found[key].append(
             Saved(
                 int(rest[0]),
@@ -294,24 +288,20 @@ def _in_whole(at: Index, whole: Index | None) -> Index:
 
 
 def compare_tensors(golden: Run, run: Run, step: int | None, pairs: Pairs, progress: Progress | None = None) -> None:
-    """Give the pairs exact figures where both runs have saved their tensors; nothing happens where one has none.
-
-    Example::
-
-        compare_tensors(golden, run, None, pairs)
-        pairs.tensors.figures if pairs.tensors else {}
-    """
+    """Set `pairs.tensors` and exact distances where both runs saved their tensors; a no-op where one saved none."""
     connection = duckdb.connect()
     for side in (golden, run):
-        if not side.rows(connection, step).aggregate("count(tensor)").fetchall()[0][0]:
+        rows = side.rows(connection, step).filter("kind not in ('routing', 'token')")
+        if not rows.aggregate("count(tensor)").fetchall()[0][0]:
             return
     alike = same_layout(golden, run)
-    queries = [
-        labelled_query(connection, side, step, f"saved_{i}", by_rank=alike) for i, side in enumerate((golden, run))
-    ]
-    tensors = TensorPairs(connection, (golden, run), (queries[0], queries[1]), pairs.columns, alike)
+    labelled = Pair(
+        labelled_query(connection, golden, step, "saved_l", by_rank=alike),
+        labelled_query(connection, run, step, "saved_r", by_rank=alike),
+    )
+    tensors = TensorPairs(connection, Pair(golden, run), labelled, pairs.columns, alike)
     tensors.compare(progress)
-    if tensors.figures:
+    if tensors.results:
         pairs.tensors = tensors
         exact = tensors.column("distance")
         pairs.columns["distance"] = np.where(np.isnan(exact), pairs["distance"], exact)

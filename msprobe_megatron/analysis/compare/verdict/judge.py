@@ -1,31 +1,31 @@
-"""Judging: the relative error of every matched tensor, and whether rounding explains it.
+"""Judging: the relative error of every matched tensor, and whether it is within the rounding tolerance.
 
 Pure functions on the columns of `match`. An error is measured in units that cannot vanish by cancellation (see
-`tolerance`), so that a mean near zero is never the reason of a verdict. Numbers of NaN and infinities must be equal.
+`tolerance`), so a mean near zero never decides a verdict. Numbers of NaN and infinities must be equal.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from msprobe_megatron.analyse.match import Pairs
-from msprobe_megatron.analyse.tolerance import EPS32, Allowed, Floats
+from msprobe_megatron.analysis.compare.match import Floats, Pair, Pairs
+from msprobe_megatron.analysis.compare.verdict.tolerance import EPS32, Allowed
 
 Flags = npt.NDArray[np.bool_]
 
 _TINY = 1e-300
-_BAD = ("n_nan", "n_posinf", "n_neginf")
+_NON_FINITE = ("n_nan", "n_posinf", "n_neginf")
 
 
 @dataclass
 class Judgement:
-    """One entry a pair of tensors; `layout` holds the reason where they cannot be compared, else an empty text.
+    """One entry per pair of tensors; `layout` holds the reason where they cannot be compared, else an empty text.
 
-    `replica` marks what differs between the ranks of one run that should hold the same numbers, `element` errors that
-    are those of single elements, from sketches or saved tensors.
+    `replica` marks tensors that differ between ranks of one run that should hold identical values, `element` errors of
+    single elements, from sketches or saved tensors.
     """
 
     error: Floats
@@ -34,30 +34,37 @@ class Judgement:
     replica: Flags
     element: Flags
     layout: npt.NDArray[np.object_]
+    found: dict[int, str] = field(default_factory=dict)
+    """What was found about a pair besides its statistics."""
+    ranks: dict[int, list[int]] = field(default_factory=dict)
+    """Ranks that are known to be wrong, where statistics within their tolerance do not tell."""
 
 
-def judge(pairs: Pairs, allowed: Allowed, padded_vocabulary: tuple[int, int] | None = None) -> Judgement:
-    """Errors and verdicts of all pairs; of each tensor the figure that is furthest beyond what is allowed.
+def judge(
+    pairs: Pairs,
+    allowed: Allowed,
+    padded_vocabulary: tuple[int, int] | None = None,
+    between_replicas: Allowed | None = None,
+) -> Judgement:
+    """Errors and verdicts of all pairs; of each tensor the statistic with the largest error / tolerance.
 
-    Example::
-
-        judge(pairs, tolerances(pairs, scene)).diverged.sum()
+    `between_replicas` is what ranks of one run may differ by, if that is less than `allowed` between the runs.
     """
-    both = pairs["left_has"].astype(bool) & pairs["right_has"].astype(bool)
+    both = pairs.in_both()
     layout = _reasons(pairs, both, padded_vocabulary)
     scale = scales(pairs)
     error, tolerance = _worse(errors(pairs, scale), allowed)
     apart = _element_errors(pairs, scale, allowed)
     by_element = np.nan_to_num(apart / allowed.element, posinf=np.inf) > error / tolerance
     error, tolerance = np.where(by_element, apart, error), np.where(by_element, allowed.element, tolerance)
-    between, between_allowed = _worse(_replica_errors(pairs, scale), allowed)
+    between, between_allowed = _worse(_replica_errors(pairs, scale), between_replicas or allowed)
     comparable = both & (layout == "")
     diverged = comparable & (error > tolerance)
-    same, other = _bits(pairs)
-    # One flipped bit of a large weight is below what its statistics can show; its digest shows it all the same.
+    same, other = bits_of_pairs(pairs)
+    # One flipped bit of a large weight is too small for its statistics, but changes its digest.
     flipped = comparable & other & ~diverged & (pairs["kind"] == "parameter") & (allowed.average < 8 * EPS32)
     error = np.where(flipped, 2 * tolerance, error)
-    replica = both & (between > between_allowed) & (pairs["reason_r"] == "")
+    replica = both & (between > between_allowed) & (pairs.both("reason").right == "")
     by_replica = replica & ~diverged
     return Judgement(
         error=np.where(by_replica, between, error),
@@ -70,22 +77,22 @@ def judge(pairs: Pairs, allowed: Allowed, padded_vocabulary: tuple[int, int] | N
 
 
 def _worse(found: tuple[Floats, Floats], allowed: Allowed) -> tuple[Floats, Floats]:
-    """Of averages and extremes the one that is further beyond what is allowed."""
+    """Of averages and extremes the one with the larger error / tolerance."""
     average, extreme = found
     by_extreme = extreme / allowed.extreme > average / allowed.average
     return np.where(by_extreme, extreme, average), np.where(by_extreme, allowed.extreme, allowed.average)
 
 
-def _bits(pairs: Pairs) -> tuple[Flags, Flags]:
-    """Where digests are equal, and where there are two that differ."""
-    digests = list(zip(pairs["digest_l"], pairs["digest_r"], strict=True))
-    known = np.array([a is not None and b is not None for a, b in digests], bool) & (pairs["dims_l"] == pairs["dims_r"])
+def bits_of_pairs(pairs: Pairs) -> tuple[Flags, Flags]:
+    """Pairs whose digests or saved elements are equal, and pairs of which they differ."""
+    digests, dims, dtypes = list(zip(*pairs.both("digest"), strict=True)), pairs.both("dims"), pairs.both("dtype")
+    known = np.array([a is not None and b is not None for a, b in digests], bool) & (dims.left == dims.right)
     same = np.array([a == b for a, b in digests], bool)
     if pairs.tensors is None:
         return known & same, known & ~same
-    # Elements say it too, and whether digests were asked for or not.
+    # Saved elements show it too, also where digests were not requested.
     differing = pairs.tensors.column("differing") + pairs.tensors.column("unlike")
-    comparable = pairs["dtype_l"] == pairs["dtype_r"]
+    comparable = dtypes.left == dtypes.right
     return (known & same) | (comparable & (differing == 0)), (known & ~same) | (comparable & (differing > 0))
 
 
@@ -100,12 +107,7 @@ def _element_errors(pairs: Pairs, scale: Floats, allowed: Allowed) -> Floats:
 
 
 def distances(pairs: Pairs) -> tuple[Floats, Floats]:
-    """How far a run is from its repetition: averages, and extremes or single elements, in the units of tolerances.
-
-    Example::
-
-        average, extreme = distances(match(golden, repetition))
-    """
+    """Distance of a run from its repetition: averages, and extremes or single elements, in the units of tolerances."""
     scale = scales(pairs)
     average, extreme = errors(pairs, scale)
     single = np.nan_to_num(pairs["distance"] / np.maximum(scale, _TINY))
@@ -117,50 +119,57 @@ def distances(pairs: Pairs) -> tuple[Floats, Floats]:
 
 def errors(pairs: Pairs, scale: Floats) -> tuple[Floats, Floats]:
     """Relative errors of norm or sum, and of the extremes; infinite where numbers of non-finite elements differ."""
-    numel = np.maximum(pairs["numel_l"], pairs["numel_r"]).astype(np.float64)
-    norm_l, norm_r = _norm(pairs["sumsq_l"]), _norm(pairs["sumsq_r"])
+    numels, norms, sums = pairs.both("numel"), pairs.both("sumsq").map(_norm), pairs.both("sum").map(_zero)
+    numel = np.maximum(*numels).astype(np.float64)
     largest = _largest(pairs, scale)
+    by_sum = pairs.by_sum()
+    of_sum: Floats = _gap(sums) / np.maximum(np.sqrt(numel) * scale, _TINY)
     average: Floats = np.maximum.reduce(
         [
-            np.abs(norm_l - norm_r) / np.maximum(scale, _TINY),
-            np.abs(_zero(pairs["sum_l"]) - _zero(pairs["sum_r"])) / np.maximum(np.sqrt(numel) * scale, _TINY),
-            np.abs(pairs["numel_l"] - pairs["numel_r"]) / np.maximum(numel, 1),
+            _gap(norms) / np.maximum(scale, _TINY),
+            of_sum,
+            _gap(numels) / np.maximum(numel, 1),
             _part_errors(pairs),
         ]
     )
-    for name in _BAD:
-        average = np.where(_zero(pairs[f"{name}_l"]) != _zero(pairs[f"{name}_r"]), np.inf, average)
-    extreme = np.maximum(_apart(pairs, "min"), _apart(pairs, "max")) / np.maximum(largest, _TINY)
+    average = np.where(by_sum, of_sum, average)
+    for name in _NON_FINITE:
+        # Every summand may hold the NaN that their sum has once.
+        counts = pairs.both(name).map(lambda column: np.where(by_sum, _zero(column) > 0, _zero(column)))
+        average = np.where(_gap(counts) != 0, np.inf, average)
+    extreme = np.maximum(_extreme_gap(pairs, "min"), _extreme_gap(pairs, "max")) / np.maximum(largest, _TINY)
+    extreme = np.where(by_sum, 0.0, extreme)
     return np.where(np.isnan(average), np.inf, average), np.where(np.isnan(extreme), np.inf, extreme)
 
 
 def _largest(pairs: Pairs, scale: Floats) -> Floats:
-    """The largest number of either side; where the norm was replaced by a larger scale, it follows it."""
-    own = np.maximum(_norm(pairs["sumsq_l"]), _norm(pairs["sumsq_r"]))
-    largest = np.maximum(_zero(pairs["absmax_l"]), _zero(pairs["absmax_r"]))
+    """The largest magnitude of either side, scaled up where the norm was replaced by a larger scale."""
+    own = np.maximum(*pairs.both("sumsq").map(_norm))
+    largest = np.maximum(*pairs.both("absmax").map(_zero))
     followed: Floats = largest * np.where(own > 0, scale / np.maximum(own, _TINY), 1.0)
     return followed
 
 
 def _part_errors(pairs: Pairs) -> Floats:
-    """Relative errors of the largest and the smallest part: one wrong rank of many hardly shows in the whole."""
+    """Relative errors of the largest and the smallest part: one wrong rank of many hardly changes the whole tensor."""
     if not pairs.same_cuts:
         return np.zeros(len(pairs))
-    cut = (pairs["parts_l"] == pairs["parts_r"]) & (pairs["parts_l"] > 1) & (pairs["kind"] != "grad_reduced")
+    parts = pairs.both("parts")
+    cut = (parts.left == parts.right) & (parts.left > 1) & (pairs["kind"] != "grad_reduced")
     found = np.zeros(len(pairs))
     for name in ("part_high", "part_low"):
-        left, right = _norm(pairs[f"{name}_l"]), _norm(pairs[f"{name}_r"])
-        found = np.maximum(found, np.abs(left - right) / np.maximum(np.maximum(left, right), _TINY))
+        norms = pairs.both(name).map(_norm)
+        found = np.maximum(found, _gap(norms) / np.maximum(np.maximum(*norms), _TINY))
     return np.where(cut & np.isin(pairs["tokens"], ("samples", "fixed")), found, 0.0)
 
 
 def scales(pairs: Pairs) -> Floats:
-    """What an error of the norm is measured against: the norm, and for weight gradients at least their noise scale.
+    """Denominator of an error of the norm: the norm, and for weight gradients at least their noise scale.
 
     A weight gradient adds up dY X over all tokens and may cancel to nothing (a key's bias does, exactly): its rounding
-    follows what was added up, |dY| |X| / sqrt(tokens), not what is left.
+    depends on the summands, |dY| |X| / sqrt(tokens), not on the sum.
     """
-    scale = np.maximum(_norm(pairs["sumsq_l"]), _norm(pairs["sumsq_r"]))
+    scale: Floats = np.maximum(*pairs.both("sumsq").map(_norm))
     targets = np.flatnonzero(pairs["kind"] == "grad_reduced")
     if not len(targets):
         return scale
@@ -176,52 +185,69 @@ def scales(pairs: Pairs) -> Floats:
     for i in relevant:
         key = (int(pairs["step"][i]), int(pairs["block"][i]), str(pairs["name"][i]))
         entry = moving.setdefault(key, [0.0, 0.0, 1.0])
-        value = float(np.nan_to_num(pairs["sumsq_l"][i]))
+        value = float(np.nan_to_num(pairs.both("sumsq").left[i]))
         gradient = pairs["kind"][i] == "gradient"
         if gradient:
-            shape = pairs["global_shape_l"][i]
+            shape = pairs.both("global_shape").left[i]
             width = int(shape[-1]) if shape is not None and len(shape) else 1
-            entry[2] = max(1.0, float(np.nan_to_num(pairs["numel_l"][i])) / max(width, 1))
+            entry[2] = max(1.0, float(np.nan_to_num(pairs.both("numel").left[i])) / max(width, 1))
         entry[gradient] = max(entry[gradient], value)
     for (step, _, name), (inputs, gradients, tokens) in moving.items():
         squares[step, name] = squares.get((step, name), 0.0) + inputs * gradients / tokens
     for i in targets:
         owner = str(pairs["name"][i]).rpartition(".")[0]
         scale[i] = max(scale[i], squares.get((int(pairs["step"][i]), owner), 0.0) ** 0.5)
+    return _with_moments(pairs, scale, targets)
+
+
+def _with_moments(pairs: Pairs, scale: Floats, targets: npt.NDArray[np.int64]) -> Floats:
+    """Moments are as noisy as the gradients they are made of: relative to their size, and squares twice that."""
+    own: Floats = np.maximum(*pairs.both("sumsq").map(_norm))
+    noisy: dict[str, float] = {}
+    for i in targets[(own[targets] > 0) & (scale[targets] > own[targets])]:
+        noisy[str(pairs["name"][i])] = max(noisy.get(str(pairs["name"][i]), 1.0), float(scale[i] / own[i]))
+    for i in np.flatnonzero(np.isin(pairs["kind"], ("grad_clipped", "optimizer_state"))) if noisy else ():
+        ratio = noisy.get(str(pairs["name"][i]), 1.0)
+        scale[i] *= 2 * ratio if ratio > 1 and pairs["io"][i] == "exp_avg_sq" else ratio
     return scale
 
 
 def _replica_errors(pairs: Pairs, scale: Floats) -> tuple[Floats, Floats]:
     """Relative errors between the ranks of the second run that hold the same part."""
-    numel = np.maximum(_zero(pairs["numel_r"]), 1)
+
+    def of_run(name: str) -> Floats:
+        return _zero(pairs.both(name).right)
+
+    numel = np.maximum(of_run("numel"), 1)
     average: Floats = np.maximum(
-        _zero(pairs["d_norm_r"]) / np.maximum(scale, _TINY),
-        _zero(pairs["d_sum_r"]) / np.maximum(np.sqrt(numel) * scale, _TINY),
+        of_run("d_norm") / np.maximum(scale, _TINY),
+        of_run("d_sum") / np.maximum(np.sqrt(numel) * scale, _TINY),
     )
-    average = np.where(_zero(pairs["d_counts_r"]) > 0, np.inf, average)
-    return average, _zero(pairs["d_extreme_r"]) / np.maximum(_zero(pairs["absmax_r"]), _TINY)
+    average = np.where(of_run("d_counts") > 0, np.inf, average)
+    return average, of_run("d_extreme") / np.maximum(of_run("absmax"), _TINY)
 
 
 def _reasons(pairs: Pairs, both: Flags, padded: tuple[int, int] | None) -> npt.NDArray[np.object_]:
-    left = np.array([text or "" for text in pairs["reason_l"]], object)
-    right = np.array([text or "" for text in pairs["reason_r"]], object)
-    reasons = np.where(left != "", left, right)
-    for i in np.flatnonzero(both & (pairs["numel_l"] != pairs["numel_r"]) & (pairs["tokens"] != "experts")):
+    own = pairs.both("reason").map(lambda column: np.array([text or "" for text in column], object))
+    reasons = np.where(own.left != "", own.left, own.right)
+    numels = pairs.both("numel")
+    whole = (pairs["tokens"] != "experts") & ~pairs.by_sum()
+    for i in np.flatnonzero(both & (numels.left != numels.right) & whole):
         if reasons[i] == "":
             reasons[i] = _shape_reason(pairs, int(i), padded)
     return reasons
 
 
 def _shape_reason(pairs: Pairs, i: int, padded: tuple[int, int] | None) -> str:
-    shapes = [pairs[f"global_shape_{side}"][i] for side in "lr"]
-    if any(shape is None for shape in shapes):
-        return f"{int(pairs['numel_l'][i])} elements against {int(pairs['numel_r'][i])}"
-    left, right = [tuple(int(n) for n in shape) for shape in shapes]
+    shapes = pairs.both("global_shape").map(lambda column: column[i])
+    if shapes.left is None or shapes.right is None:
+        return "{} elements vs {}".format(*pairs.both("numel").map(lambda column: int(column[i])))
+    left, right = shapes.map(lambda shape: tuple(int(n) for n in shape))
     if padded is not None and len(left) == len(right):
         unlike = [(a, b) for a, b in zip(left, right, strict=True) if a != b]
         if unlike == [padded]:
-            return f"vocabulary padded to {padded[0]} and to {padded[1]}"
-    return f"shape {left} against {right}"
+            return f"vocabulary padded to {padded[0]} and {padded[1]}"
+    return f"shape {left} vs {right}"
 
 
 def _norm(squares: Floats) -> Floats:
@@ -233,7 +259,17 @@ def _zero(column: npt.NDArray[np.generic]) -> Floats:
     return np.nan_to_num(column.astype(np.float64), nan=0.0)
 
 
-def _apart(pairs: Pairs, name: str) -> Floats:
-    """Difference of two extremes; both absent (nothing finite in either) is no difference."""
-    left, right = pairs[f"{name}_l"].astype(np.float64), pairs[f"{name}_r"].astype(np.float64)
-    return np.where(np.isnan(left) & np.isnan(right), 0.0, np.abs(left - right))
+def _gap(values: Pair[Floats]) -> Floats:
+    gap: Floats = np.abs(values.left - values.right)
+    return gap
+
+
+def _extreme_gap(pairs: Pairs, name: str) -> Floats:
+    """Difference of two extremes; 0 where both are missing because neither tensor holds a finite number.
+
+    An expert without tokens has none either; that it has tokens in one run only shows in the number of elements.
+    """
+    values = pairs.both(name).map(lambda column: column.astype(np.float64))
+    no_tokens = (pairs["tokens"] == "experts") & (np.minimum(*pairs.both("numel").map(_zero)) == 0)
+    missing: Flags = no_tokens | (np.isnan(values.left) & np.isnan(values.right))
+    return np.where(missing, 0.0, _gap(values))

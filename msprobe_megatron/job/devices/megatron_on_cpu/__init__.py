@@ -1,10 +1,9 @@
-"""Makes Megatron train on CPU and gloo, so that every layout can be tried, tested and demonstrated with no
-accelerator. `install` gives `torch.cuda` and the collectives a CPU meaning and repairs a few Megatron modules
-as they are imported; no Megatron file is edited. It stands beside the data path: nothing of it runs on a real
-device.
+"""Lets Megatron train on CPU and gloo, so that every layout can be tried, tested and demonstrated without an
+accelerator. `install` emulates `torch.cuda` and the collectives on CPU and fixes a few Megatron modules as they are
+imported; no Megatron file is edited. Nothing of it runs on a real device.
 
-    from msprobe_megatron.backends import cpu
-    cpu.install()                       # before the first import of megatron
+    from msprobe_megatron.job.devices import megatron_on_cpu
+    megatron_on_cpu.install()                       # before the first import of megatron
     from megatron.core import parallel_state
 
 Known limits: no CUDA graphs, no kernels of TransformerEngine, Apex or triton; processes that multiprocessing
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 import sys
 
-from ..base import BackendError
+from msprobe_megatron.job.devices.base import BackendError
 
 __all__ = ["install", "installed"]
 
@@ -25,20 +24,15 @@ _installed = False
 
 
 def installed() -> bool:
-    """Tell whether `install` has run in this process."""
+    """Whether `install` has run in this process."""
     return _installed
 
 
 def install() -> None:
-    """Put the emulation in place; a second call does nothing.
+    """Install the emulation. Idempotent.
 
     Raises BackendError where an accelerator is usable (the emulation would shadow it) and when megatron.core
     has already been imported (its modules keep the functions they bound at import).
-
-    Example:
-        >>> install()
-        >>> torch.zeros(2, device="cuda").device
-        device(type='cpu')
 
     """
     global _installed  # noqa: PLW0603 (a process has one torch to patch)
@@ -47,7 +41,15 @@ def install() -> None:
     _refuse_beside_accelerator()
     _refuse_after_megatron()
 
-    from . import collectives, compilation, devices, import_hook, rng, streams, tensors
+    from msprobe_megatron.job.devices.megatron_on_cpu import (
+        collectives,
+        compilation,
+        devices,
+        import_hook,
+        rng,
+        streams,
+        tensors,
+    )
 
     for group in (devices, tensors, rng, streams, collectives, compilation, import_hook):
         group.install()
@@ -55,12 +57,12 @@ def install() -> None:
 
 
 def _refuse_beside_accelerator() -> None:
-    from .. import accelerator_name
+    from msprobe_megatron.job.devices import accelerator_name
 
     found = accelerator_name()
     if found is not None:
         raise BackendError(
-            f"backends.cpu.install: this process can use {found}; the CPU emulation would shadow it. "
+            f"megatron_on_cpu.install: this process can use {found}; the CPU emulation would shadow it. "
             f"Hide the device (for example CUDA_VISIBLE_DEVICES='') or train on it"
         )
 
@@ -69,6 +71,6 @@ def _refuse_after_megatron() -> None:
     late = sorted(name for name in sys.modules if name == "megatron.core" or name.startswith("megatron.core."))
     if late:
         raise BackendError(
-            f"backends.cpu.install: called too late, {late[0]} is already imported; "
+            f"megatron_on_cpu.install: called too late, {late[0]} is already imported; "
             f"call it before the first import of megatron"
         )

@@ -10,19 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .substitute import substitute
+from msprobe_megatron.job.devices.megatron_on_cpu import older_gloo
+from msprobe_megatron.job.devices.megatron_on_cpu.substitute import substitute
 
 _OWNERS = (dist, dist.distributed_c10d)
-
-
-class _Finished:
-    """The handle of a collective that ran at once."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
 
 
 def _gloo(backend: str | None) -> str | None:
@@ -38,7 +29,7 @@ def _even(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _as_ints(sizes: Any) -> list[int] | None:
-    """Split sizes are tensors where Megatron believes that they had to come from a device."""
+    """Split sizes as integers: Megatron passes tensors where it expects them on a device."""
     if sizes is None or isinstance(sizes, list):
         return sizes
     return [int(size) for size in sizes]
@@ -63,6 +54,8 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         kwargs.pop("device_id", None)
+        # Before 2.2 None is no timeout; it is what a call without one would take.
+        timeout = older_gloo.DEFAULT_TIMEOUT if timeout is None else timeout
         return original(None if ranks is None else list(ranks), timeout, _gloo(backend), None, *args, **kwargs)
 
     return new_group
@@ -102,7 +95,7 @@ def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
             part = (tensor if source == own else target).clone(memory_format=torch.contiguous_format)
             dist.broadcast(part, rank, group=group)
             target.copy_(part)
-        return _Finished() if async_op else None
+        return older_gloo.Finished() if async_op else None
 
     return all_gather
 
@@ -123,7 +116,7 @@ def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
             dist.all_reduce(part, op=op, group=group)
             if owner == own:
                 output.copy_(part)
-        return _Finished() if async_op else None
+        return older_gloo.Finished() if async_op else None
 
     return reduce_scatter
 
@@ -150,6 +143,7 @@ _WRAPPERS = (
 
 def install() -> None:
     """Wrap the entry points; gloo takes everything else as it is."""
+    older_gloo.install()
     for wrapper in _WRAPPERS:
         name = wrapper.__name__[1:]
         substitute(_OWNERS, name, wrapper(getattr(dist, name)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .substitute import substitute
+from msprobe_megatron.job.devices.megatron_on_cpu.substitute import substitute
 
 
 def _compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:

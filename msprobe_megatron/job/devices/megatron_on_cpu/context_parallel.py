@@ -46,7 +46,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: Any) -> torch.Tensor:
         size = dist.get_world_size(group)
-        parts = [torch.empty(local.shape, dtype=local.dtype) for _ in range(size)]
+        parts = [torch.empty(local.shape, dtype=local.dtype, device=local.device) for _ in range(size)]
         dist.all_gather(parts, local.contiguous(), group=group)
         ctx.group = group
         return torch.cat(parts)[_sequence_order(local.shape[0] * size, size)]
@@ -122,7 +122,8 @@ def fix(module: ModuleType) -> None:
         if self.config.context_parallel_size > 1:
             group = _group(self)
             key, value = _gather(key, group), _gather(value, group)
-            attention_mask = _mask(self, attention_mask, key.shape[0], group)
+            mask = _mask(self, attention_mask, key.shape[0], group)
+            attention_mask = None if mask is None else mask.to(key.device)
         return attend(self, query, key, value, attention_mask, *args, **kwargs)
 
     cls.__init__, cls.forward = __init__, forward

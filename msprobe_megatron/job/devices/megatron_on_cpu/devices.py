@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .substitute import CPU, constant, substitute
+from msprobe_megatron.job.devices.megatron_on_cpu.substitute import CPU, constant, substitute
 
 #: what Megatron compares against: an architecture with bf16, nothing newer
 _CAPABILITY = (8, 0)

@@ -18,7 +18,7 @@ _UNGUARDED = re.compile(rb"^(?:import|from)\s+triton\b", re.MULTILINE)
 
 
 class _Anything:
-    """A decorator, dtype, constexpr annotation or base class, whatever is asked of it."""
+    """A decorator, dtype, constexpr annotation or base class, whatever it is used as."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -50,7 +50,7 @@ class _Module(types.ModuleType):
 
 
 def needed_by(path: str | None) -> bool:
-    """Tell whether the source at `path` imports triton outside any `try:` and triton is not installed."""
+    """Whether the source at `path` imports triton outside any `try:` and triton is not installed."""
     if path is None or not path.endswith(".py") or importlib.util.find_spec("triton") is not None:
         return False
     try:

@@ -12,17 +12,17 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from . import fake_triton, megatron_fixes
+from msprobe_megatron.job.devices.megatron_on_cpu import fake_triton, megatron_fixes
 
 Fix = Callable[[ModuleType], None]
 
 
 class _Finder(MetaPathFinder):
-    """Asks the other finders for a Megatron module and adds the repair to its loader."""
+    """Delegates to the other finders and adds the fix to the loader of a Megatron module."""
 
     def __init__(self, fixes: dict[str, Fix]) -> None:
         self._fixes = fixes
-        # A finder behind us that asks all others asks us again: once is enough.
+        # A finder after this one that delegates to all others calls this one again.
         self._asking = threading.local()
 
     def find_spec(
@@ -42,7 +42,7 @@ class _Finder(MetaPathFinder):
     def _ask_those_behind(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
-        """Ask the finders after this one: those before it had their turn, or are asking us right now."""
+        """Delegate to the finders after this one: those before it have been called, or are calling it now."""
         finders = list(sys.meta_path)
         for finder in finders[finders.index(self) + 1 :]:
             spec = finder.find_spec(fullname, path, target)
@@ -52,7 +52,7 @@ class _Finder(MetaPathFinder):
 
 
 def _extend(loader: Loader, fix: Fix | None, triton: bool) -> None:
-    """Shadow `exec_module` on this one loader: it keeps its type, which importlib and inspect look at."""
+    """Override `exec_module` on this loader only: it keeps its type, which importlib and inspect check."""
     if fix is None and not triton:
         return
     execute = loader.exec_module
@@ -64,6 +64,11 @@ def _extend(loader: Loader, fix: Fix | None, triton: bool) -> None:
             fix(module)
 
     loader.exec_module = exec_module  # type: ignore[method-assign]
+
+
+def installed() -> bool:
+    """Tell whether `install` has run in this process."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 def install() -> None:

@@ -4,6 +4,7 @@ are probed, versions are not: every fix leaves alone what it does not find.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -14,8 +15,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from . import context_parallel
-from .substitute import constant
+from msprobe_megatron.job.devices.megatron_on_cpu import attention
+from msprobe_megatron.job.devices.megatron_on_cpu.substitute import constant
 
 
 def _torch_norm(module: ModuleType) -> None:
@@ -45,13 +46,56 @@ def _norm_with_sequence_parallel(build: Callable[..., Any]) -> Callable[..., Any
 
 
 def _fused_softmax(module: ModuleType) -> None:
-    """Never ask whether the fused kernels suit: the question itself imports a CUDA extension."""
+    """Never check whether the fused kernels apply: the check itself imports a CUDA extension."""
     module.FusedScaleMaskSoftmax.is_kernel_available = constant(False)
 
 
 def _moe_utils(module: ModuleType) -> None:
-    """Bind a name 0.16 forgets: it is bound with TransformerEngine only, but tested for None without."""
+    """Define a name that 0.16 defines with TransformerEngine only, but compares to None without it."""
     module.__dict__.setdefault("te_general_gemm", None)
+
+
+def _recompute(module: ModuleType) -> None:
+    """Answer that fp8 is off: 0.16 asks TransformerEngine when it checkpoints without output, also without it."""
+
+    class FP8GlobalStateManager:
+        is_fp8_enabled = staticmethod(constant(False))
+
+    if hasattr(module, "CheckpointWithoutOutput"):
+        module.__dict__.setdefault("FP8GlobalStateManager", FP8GlobalStateManager)
+        for name in ("activation_recompute_forward", "fp8_autocast"):
+            module.__dict__.setdefault(name, lambda *args, **kwargs: contextlib.nullcontext())
+
+
+def _latent_attention(module: ModuleType) -> None:
+    """Tell multi-latent attention of 0.16 that TransformerEngine is missing: its classes are mocks then."""
+    if not isinstance(module.__dict__.get("TELinear"), type):
+        module.__dict__["HAVE_TE"] = False
+
+
+def _mlp(module: ModuleType) -> None:
+    """Let experts have biases: 0.16 adds them in place to what torch then takes for a view of a custom function."""
+    if not hasattr(module, "MLP"):
+        return
+    build = module.MLP.__init__
+
+    @functools.wraps(build)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        linear: Any = getattr(self, "linear_fc2", None)
+        if getattr(linear, "is_expert", False) and getattr(linear, "bias", None) is not None:
+            linear.forward = _with_own_output(linear.forward)
+
+    module.MLP.__init__ = __init__
+
+
+def _with_own_output(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        output, bias = forward(*args, **kwargs)
+        return output.clone(), bias
+
+    return wrapped
 
 
 def _layer_specs(module: ModuleType) -> None:
@@ -81,7 +125,7 @@ def _fp8_utils(module: ModuleType) -> None:
 
 
 def _initialize(module: ModuleType) -> None:
-    """Skip the assertion that CUDA is there, and the warming up of fusions that are none here."""
+    """Skip the assertion that CUDA is available, and the warm-up of fusions that do not exist here."""
     initialize: Callable[..., Any] = module.initialize_megatron
 
     @functools.wraps(initialize)
@@ -94,7 +138,7 @@ def _initialize(module: ModuleType) -> None:
 
 
 def _fused_kernels(module: ModuleType) -> None:
-    """Do not build them: it takes nvcc."""
+    """Do not build them: that needs nvcc."""
     module.__dict__["load"] = constant(None)
 
 
@@ -124,8 +168,11 @@ FIXES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.fusions.fused_softmax": _fused_softmax,
     "megatron.core.models.gpt.gpt_layer_specs": _layer_specs,
     "megatron.core.models.gpt.moe_module_specs": _layer_specs,
-    "megatron.core.transformer.dot_product_attention": context_parallel.fix,
+    "megatron.core.tensor_parallel.random": _recompute,
+    "megatron.core.transformer.dot_product_attention": attention.fix,
+    "megatron.core.transformer.mlp": _mlp,
     "megatron.core.transformer.moe.moe_utils": _moe_utils,
+    "megatron.core.transformer.multi_latent_attention": _latent_attention,
     "megatron.core.transformer.torch_layer_norm": _torch_norm,
     "megatron.core.transformer.torch_norm": _torch_norm,
     "megatron.legacy.fused_kernels": _fused_kernels,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.utils.data.dataloader
 
-from .substitute import substitute
+from msprobe_megatron.job.devices.megatron_on_cpu.substitute import substitute
 
 
 class _Generators:

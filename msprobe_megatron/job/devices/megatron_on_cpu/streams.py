@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .substitute import CPU, constant, substitute
+from msprobe_megatron.job.devices.megatron_on_cpu.substitute import CPU, constant, substitute
 
 
 class Event:

@@ -1,4 +1,8 @@
-"""How a torch function is replaced by its CPU counterpart: metadata kept, the original reachable."""
+"""Replacing a function of torch by its CPU counterpart, for the life of the process.
+
+Nothing is restored, and the function may not exist on a build without CUDA: unlike `job.patching`, this is a
+definition and not a patch.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ def substitute(owners: tuple[Any, ...], name: str, new: Callable[..., Any]) -> N
 
 
 def constant(value: Any) -> Callable[..., Any]:
-    """Build a function that takes anything and answers `value`."""
+    """A function that accepts any arguments and returns `value`."""
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         return value
@@ -37,9 +41,9 @@ def constant(value: Any) -> Callable[..., Any]:
 
 
 def names_cuda(device: Any) -> bool:
-    """Tell whether `device` means an accelerator in a torch call: "cuda:0", torch.device("cuda"), 0."""
+    """Whether `device` means an accelerator in a torch call: "cuda:0", torch.device("cuda"), 0."""
     if isinstance(device, torch.device):
         return bool(device.type == "cuda")
     if isinstance(device, str):
-        return device.startswith(("cuda", "npu"))  # MindSpeed says the second
+        return device.startswith(("cuda", "npu"))  # MindSpeed uses the second
     return isinstance(device, int) and not isinstance(device, bool)

@@ -1,4 +1,4 @@
-"""Tensors asked for on "cuda" are made, moved and named on the CPU. The wrappers sit on torch's hottest
+"""Tensors requested on "cuda" are made, moved and named on the CPU. The wrappers sit on torch's hottest
 functions: they look at the keyword arguments they were given and at nothing else.
 """
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from .substitute import CPU, names_cuda, substitute
+from msprobe_megatron.job.devices.megatron_on_cpu.substitute import CPU, names_cuda, substitute
 
 # fmt: off
-_FACTORIES = (
+FACTORIES = (
     "arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace",
     "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "scalar_tensor",
     "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like",
@@ -63,7 +63,7 @@ def _type_as_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
-def _histc_of_integers(function: Callable[..., Any]) -> Callable[..., Any]:
+def histc_of_integers(function: Callable[..., Any]) -> Callable[..., Any]:
     """Count integers too, as devices do: token dispatchers count tokens an expert with it."""
 
     @functools.wraps(function)
@@ -81,7 +81,7 @@ def _itself(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def install() -> None:
     """Wrap factories, moves and type names. Module.cuda goes through Tensor.cuda."""
-    for name in _FACTORIES:
+    for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor
     for name in _METHODS:
@@ -90,7 +90,7 @@ def install() -> None:
     module: Any = torch.nn.Module
     module.to = _to_on_cpu(module.to)
     tensor.type = _type_as_cuda(tensor.type)
-    substitute((torch,), "histc", _histc_of_integers(torch.histc))
+    substitute((torch,), "histc", histc_of_integers(torch.histc))
     substitute((tensor,), "cuda", _itself)
     substitute((tensor,), "pin_memory", _itself)
     for name in _LEGACY_TYPES:

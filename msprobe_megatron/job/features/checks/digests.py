@@ -1,7 +1,8 @@
-"""Whether the members of a group agree: vectors of 64-bit digests, folded into one, compared with the first member's.
+"""Agreement within a group: vectors of 64-bit digests, folded into one word, compared with the first member's.
 
-Every member posts its fold, the first one its vector too. Who differs from the first looks who else does; the first of
-those tells, for all. So a group that agrees costs one small message a member, and a disagreement is told once.
+Every member posts its fold, the first one its vector too. A member that differs from the first checks which others do;
+the lowest of them reports for all. So a group that agrees costs one small message per member, and a disagreement is
+reported once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Read = Callable[[str, int], bytes]
 
 
 class Disagreement(NamedTuple):
-    """Which `places` of the vector differ, and the `odd` of all `ranks` (all, where no majority says who is right)."""
+    """The `places` of the vector that differ, and the `odd` ones of all `ranks` (all, if there is no majority)."""
 
     places: list[int]
     odd: list[int]
@@ -28,12 +29,7 @@ class Disagreement(NamedTuple):
 
 
 def folded(words: Words, own: int = 0) -> bytes:
-    """The message of a member: one word for its vector, and one that should be its alone.
-
-    Example::
-
-        folded(np.array([1, 2], np.uint64))
-    """
+    """The message of a member: one word for its vector, and one that no other member should have."""
     keys = np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
         mixed = (words ^ keys) * np.uint64(0xD6E8FEB86659FD93)
@@ -43,23 +39,13 @@ def folded(words: Words, own: int = 0) -> bytes:
 
 
 def safe(digests: Words, not_numbers: npt.NDArray[np.int64]) -> Words:
-    """Digests that do not depend on the bits of a NaN: only on how many there are.
-
-    Example::
-
-        safe(digests, counts[:, 0])
-    """
+    """Digests that depend on the number of NaNs and not on their bits."""
     marks = not_numbers.astype(np.uint64) + np.uint64(0x7FF8 << 48)
     return np.where(not_numbers > 0, marks, digests)
 
 
 def compare(words: Words, own: int, rank: int, ranks: Sequence[int], read: Read) -> Disagreement | None:
-    """What this member has to tell of its group: None where all is well or another member tells.
-
-    Example::
-
-        compare(words, 0, rank=1, ranks=(0, 1), read=lambda topic, rank: board[topic, rank])
-    """
+    """The disagreement that this member has to report: None if there is none or another member reports it."""
     first, mine = ranks[0], folded(words, own)
     if rank == first:
         return None
@@ -79,17 +65,12 @@ def compare(words: Words, own: int, rank: int, ranks: Sequence[int], read: Read)
 
 
 def same_own(own: int, rank: int, ranks: Sequence[int], read: Read) -> bool:
-    """Whether the first member has the very state that each should have for itself.
-
-    Example::
-
-        same_own(digest, rank=1, ranks=(0, 1), read=read)
-    """
+    """True if the first member has the same state as this one, where each should have its own."""
     return rank != ranks[0] and struct.unpack("<QQI", read("fold", ranks[0]))[1] == own
 
 
 def untiled(parts: Sequence[Sequence[int]], numel: int) -> str | None:
-    """What is wrong with ranges [start, stop) that should cover 0 to `numel` once; None when they do.
+    """Why ranges [start, stop) do not cover 0 to `numel` exactly once; None when they do.
 
     Example::
 

@@ -1,47 +1,29 @@
-"""Sinks that stand before the dump probe and let through less: a window between two names, a slice of every tensor.
+"""Filters in front of the dump probe: `dump.scope`, a window between two names, and `dump.slice`, a part of a tensor.
 
-A site tells its sink of everything; these decide and hand on. Where neither is asked for they are not there, so that
-they cost nothing.
+A site passes everything to its sink; these decide and pass on. Where neither is configured they are not installed and
+cost nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from msprobe_megatron.config.schema import Slice
+from msprobe_megatron.config import ConfigError, Slice
+from msprobe_megatron.job.sites.sink import Sink
 from msprobe_megatron.topology.layers import layer_of
-from msprobe_megatron.topology.places import Place
-from msprobe_megatron.topology.shards import ShardSpec
+from msprobe_megatron.topology.shards import Place, ShardSpec
 
 _SLICED = ShardSpec.unmergeable("slice")
 
 
-class Sink(Protocol):
-    """Whom the rest is told to."""
-
-    def wants(self, name: str) -> bool:
-        """Whether this name is selected."""
-
-    def wants_io(self, direction: str, io: str) -> bool:
-        """Whether inputs or outputs of forward or backward are selected."""
-
-    def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
-        """Take note of a tensor."""
-
-
 class Scoped:
-    """Lets through what runs from the beginning of one module or call to the end of another, and its gradients.
+    """Passes on what runs from the beginning of one module or call to the end of another, and its gradients.
 
-    The window is found in the forward of every microbatch; gradients, repeated forwards and parameters follow the names
-    that were in it. On a pipeline stage that does not have the first name, the window is open from the start if the
-    name belongs to a stage before (`opened`). `alone` says that there are no other stages.
-
-    Example::
-
-        sink = Scoped(probe, "decoder.layers.1", "decoder.layers.2.mlp", opened=False, alone=True)
+    The forward of every microbatch determines the window; gradients, recomputed forwards and parameters follow the
+    names that were in it. On a pipeline stage without the first name, the window is open from the start if the name
+    belongs to an earlier stage (`opened`). `alone` says that there are no other stages.
     """
 
     def __init__(self, sink: Sink, first: str, last: str, *, opened: bool, alone: bool) -> None:
@@ -53,15 +35,15 @@ class Scoped:
         self.began = self.ended = False
 
     def wants(self, name: str) -> bool:
-        """Whether the name is selected, if it turns out to be in the window."""
+        """True if the name is selected, should it turn out to be in the window."""
         return self._sink.wants(name)
 
     def wants_io(self, direction: str, io: str) -> bool:
-        """Everything: the forward shows where the window is."""
+        """Always True: every forward is needed to determine the window."""
         return True
 
     def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
-        """Hand on what is in the window."""
+        """Pass on what is in the window."""
         inside = self._moves(place, microbatch) if phase == "forward" else self._known(place)
         direction = "backward" if place.kind == "gradient" else "forward"
         if inside and (microbatch is None or self._sink.wants_io(direction, place.io)):
@@ -86,13 +68,46 @@ class Scoped:
         return place.name in self._names or place.name.rpartition(".")[0] in self._names
 
     def missed(self) -> list[str]:
-        """Ends of the window that never came, in words for the user; what another stage has is not missed."""
+        """Ends of the window that never ran, as lines for the user; names of other stages are not missed."""
         ends = (("first", self._first, self.began), ("last", self._last, self.ended)) if self._alone else ()
         return [f"dump.scope: the {which} name, {name}, was never called" for which, name, seen in ends if not seen]
 
 
+def check_window(level: str, first: str, last: str, names: Sequence[str], source: str, alone: bool) -> None:
+    """Raise ``ConfigError`` if the two names of ``dump.scope`` cannot be a window, as far as known before training.
+
+    `names` are the modules of this rank in the order of definition; `alone` says that no other stage can have more.
+    Of an API call only the module is known.
+    """
+    modules = []
+    for name in (first, last):
+        module, slash, _ = name.partition("/")
+        if level == "L0" and slash:
+            raise ConfigError(f"{source}: dump.scope: {name!r} is an API call; level is L0; accepted: L1, mix")
+        if level == "L1" and not slash:
+            raise ConfigError(
+                f"{source}: dump.scope: {name!r} is a module; level is L1; accepted: a call such as"
+                " decoder.layers.0.mlp/torch.nn.functional.silu.0, or level mix"
+            )
+        if alone and module not in names and module != "outside":
+            raise ConfigError(
+                f"{source}: dump.scope: {module!r} is no module; accepted: a canonical name such as"
+                f" {', '.join(names[:6])}"
+            )
+        modules.append(module)
+    before, after = modules
+    backwards = (
+        names.index(after) < names.index(before)
+        if before in names and after in names
+        else (layer_of(after) or 0) < (layer_of(before) or 0) and layer_of(after) is not None
+    )
+    # A module that contains the first name ends after it, though it is defined before it.
+    if backwards and after != "model" and not before.startswith(f"{after}."):
+        raise ConfigError(f"{source}: dump.scope: {last!r} comes before {first!r}; accepted: [first, last] in order")
+
+
 def open_at_start(first: str, names: Iterable[str], first_stage: bool) -> bool:
-    """Whether the window is open on a pipeline stage with these names before anything runs on it.
+    """True if the window is open on a pipeline stage with these names before anything runs on it.
 
     Example::
 
@@ -108,12 +123,7 @@ def open_at_start(first: str, names: Iterable[str], first_stage: bool) -> bool:
 
 
 class Sliced:
-    """Lets through a slice of every tensor: the first rule that fits a dimension cuts it.
-
-    Example::
-
-        sink = Sliced(probe, (Slice(dim=1, begin=0, end=16),))
-    """
+    """Passes on a slice of every tensor: each dimension is cut by the first rule that fits it."""
 
     def __init__(self, sink: Sink, rules: tuple[Slice, ...]) -> None:
         self._sink, self._rules = sink, rules
@@ -121,7 +131,7 @@ class Sliced:
         self.wants, self.wants_io = sink.wants, sink.wants_io
 
     def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
-        """Hand on the part that is asked for; a tensor that no rule fits goes on whole."""
+        """Pass on the requested part; a tensor that no rule fits is passed on whole."""
         part, cut = tensor, set()
         for rule in self._rules:
             dim = rule.dim
@@ -133,11 +143,17 @@ class Sliced:
         self._sink.see(self._place(place) if cut else place, part, microbatch, phase)
 
     def _place(self, place: Place) -> Place:
-        """The same place for a tensor whose layout is not known any more."""
+        """The same place for a tensor whose layout is no longer known."""
         found = self._places.get(id(place))
         if found is None:
             cut = Place(
-                *(place.kind, place.name, place.io, place.path, place.op, place.vpp, place.site),
+                place.kind,
+                place.name,
+                place.io,
+                place.path,
+                place.op,
+                place.vpp,
+                place.site,
                 lambda shape: _SLICED,
                 lambda axis: 1,
                 extra=place.extra,

@@ -1,9 +1,7 @@
-"""Probe: dump. Decides which tensors get a row, measures each once, and hands a step's rows to the writer."""
+"""The dump's probe: selects which tensors get a row, measures each once, and builds the batch of a step."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
 from collections.abc import Callable
 from operator import attrgetter
@@ -12,58 +10,61 @@ from typing import Any
 import torch
 from torch import nn
 
-from msprobe_megatron.clock import Clock
 from msprobe_megatron.config import DumpConfig
-from msprobe_megatron.measure.hashes import HASHES
-from msprobe_megatron.measure.looks import NO_ROOM, NOT_MINE, Look, Pen, looks, pen
-from msprobe_megatron.measure.measurer import Measurer
-from msprobe_megatron.measure.once import SeenTensors, key_of
-from msprobe_megatron.record.batches import SitesFile, StepBatch
-from msprobe_megatron.record.records_file import RecordsFile
-from msprobe_megatron.record.sightings import Sightings
-from msprobe_megatron.record.slots import SlotTable
-from msprobe_megatron.record.tensors import TensorPacks
+from msprobe_megatron.config.name_patterns import name_matcher
+from msprobe_megatron.job.clock import Clock
+from msprobe_megatron.job.measure.hashes import raw_bytes
+from msprobe_megatron.job.measure.measurer import Measurer
+from msprobe_megatron.job.measure.once import SeenTensors, key_of
+from msprobe_megatron.job.measure.operator import number_of
+from msprobe_megatron.job.record.hash_packs import Hashes, HashPacks
+from msprobe_megatron.job.record.observations import DtypeNames, Observations, joined
+from msprobe_megatron.job.record.slots import SlotTable
+from msprobe_megatron.job.record.step_files import RecordsFile, SitesFile, StepBatch
+from msprobe_megatron.job.record.tensors import TensorPacks
+from msprobe_megatron.job.sites.compiled.bindings import (
+    NO_ROOM,
+    UNSUPPORTED,
+    RowWriter,
+    TensorCache,
+    row_writer,
+    tensor_caches,
+)
 from msprobe_megatron.topology.coordinates import Coordinates
 from msprobe_megatron.topology.index_map import Numbering, index_map
 from msprobe_megatron.topology.layers import layer_of
-from msprobe_megatron.topology.places import Layout, Place
+from msprobe_megatron.topology.shards import Layout, Place
 
 _KIND = attrgetter("kind")
 _LOCAL = '{"digest": "local"}'  # numbered within the shard: such a digest does not add up with others
 
 
-def _not_mine(tensor: torch.Tensor) -> int:
-    return NOT_MINE
+def _unsupported(tensor: torch.Tensor) -> int:
+    return UNSUPPORTED
 
 
 class _Page:
-    """What one step fills. A new one for each, so that a thread that outlives a step writes to nobody's."""
+    """Per-step buffers. Each step gets its own, so that a late thread cannot write into the next step."""
 
-    __slots__ = ("add", "hashes", "look", "look_weights", "looks", "rows", "saved", "seen", "weights")
+    __slots__ = ("add", "cached", "cached_weight", "caches", "hashed", "hashes", "rows", "saved", "seen", "weights")
 
-    def __init__(self, new_look: Callable[[], Look] | None = None, numbered: bool = False) -> None:
-        self.rows = Sightings()
+    def __init__(self, new_cache: Callable[[], TensorCache] | None = None, numbered: bool = False) -> None:
+        self.rows = Observations()
         self.add = self.rows.add
         self.seen = SeenTensors()
-        self.weights = SeenTensors()  # nothing but the optimizer changes them: measured and saved once a step
-        # The same two in one compiled call, for what it can read; numbers of elements are known to a pen only.
-        self.looks = (new_look(), new_look()) if new_look is not None else None
-        simple = self.looks if not numbered else None
-        self.look: Callable[[torch.Tensor], int] = simple[0].see if simple else _not_mine
-        self.look_weights: Callable[[torch.Tensor], int] = simple[1].see if simple else _not_mine
-        self.hashes: dict[int, str] = {}
+        self.weights = SeenTensors()  # changed by the optimizer only: measured and saved once per step
+        # The compiled equivalent of both, for tensors it supports; only the row writer knows element numbers.
+        self.caches = (new_cache(), new_cache()) if new_cache is not None else None
+        simple = self.caches if not numbered else None
+        self.cached: Callable[[torch.Tensor], int] = simple[0].see if simple else _unsupported
+        self.cached_weight: Callable[[torch.Tensor], int] = simple[1].see if simple else _unsupported
+        self.hashes: Hashes = {}
+        self.hashed: set[int] = set()
         self.saved: dict[int | None, str] = {}
 
 
 class DumpProbe:
-    """Rows of statistics for what the `dump` section of the probe file asks.
-
-    Example::
-
-        probe = DumpProbe(config.dump, clock, slots)
-        probe.see(place, tensor, microbatch=0, phase="forward")
-        writer.submit(probe.finish(complete=True, sites={}))
-    """
+    """Rows of statistics for the tensors that a `dump` section selects."""
 
     def __init__(
         self,
@@ -72,30 +73,40 @@ class DumpProbe:
         slots: SlotTable,
         where: Coordinates | None = None,
         packs: TensorPacks | None = None,
+        hash_packs: HashPacks | None = None,
+        *,
+        once: bool = True,
     ) -> None:
+        # Without gradients Megatron adds residuals in place and hides it from version counters (a new tensor on the
+        # same memory): what was seen a moment ago may hold other numbers, so that `once` is off there.
+        self._once = once
         self._config, self._clock, self._slots, self._where = config, clock, slots, where or Coordinates()
-        self._matchers = {text: _matcher(text) for text in config.list}
+        self._matchers = {text: name_matcher(text) for text in config.list}
         self._numbered = config.digest is True or config.sketch > 0
         self._measure = Measurer(slots, digest=config.digest is True, sketch=config.sketch)
-        self._looks = looks(self._measure, slots)
+        # Token ids, labels, masks and positions always have a digest: it says whether the data differ.
+        self._digests_integers = slots.has_digests and not self._numbered
+        self._measure_integers = Measurer(slots, digest=True) if self._digests_integers else self._measure
+        self._new_cache = tensor_caches(self._measure, slots) if once else None
         self._numberings: dict[int, tuple[Numbering | None, str | None, Layout]] = {}
-        self._hash = HASHES.get(config.digest) if isinstance(config.digest, str) else None
+        self._hash = hash_packs
         self._measures = config.task != "structure"
+        self._small = packs
         self._packs = packs if config.task == "tensor" or config.tensor_list else None
-        self._kept = [_matcher(text) for text in config.tensor_list]
+        self._kept = [name_matcher(text) for text in config.tensor_list]
         self._keeps: dict[str, bool] = {}
-        # Statistics alone, which is what is asked most: all else is passed by.
+        # Statistics only, the common case: `see` then skips everything else.
         self._plain = self._measures and not self._numbered and self._hash is None and self._packs is None
         self._microbatches = config.microbatches
         self._sites_file = SitesFile()
         self._records_file = RecordsFile()
-        self._dtypes: dict[torch.dtype, str] = {}
-        self._pen: Pen | None = None
+        self._dtypes = DtypeNames()
+        self._row_writer: RowWriter | None = None
         whole = self._measures and self._hash is None and self._packs is None
-        # Who has a `see` of another kind keeps it.
-        if self._looks is not None and whole and self._microbatches is None and type(self).see is _SEE:
-            self._pen = pen(clock, self._describe, self.see, self._too_late, numbered=self._numbered)
-            self.see = self._pen  # type: ignore[method-assign, assignment]
+        # A subclass that overrides `see` keeps its override.
+        if self._new_cache is not None and whole and self._microbatches is None and type(self).see is _SEE:
+            self._row_writer = row_writer(clock, self._describe, self.see, self._too_late)
+            self.see = self._row_writer  # type: ignore[method-assign, assignment]
         self._page = self._new_page()
         self.matched: set[str] = set()
         self.fired: Counter[str] = Counter()
@@ -103,7 +114,7 @@ class DumpProbe:
         self.late = 0
 
     def wants(self, name: str) -> bool:
-        """Whether a module or parameter of this name is selected by `list` and `layers`."""
+        """True if `list` and `layers` select a module or parameter of this name."""
         layers = self._config.layers
         if layers is not None and (layer := layer_of(name)) is not None and layer not in layers:
             return False
@@ -112,7 +123,7 @@ class DumpProbe:
         return bool(hits) or not self._matchers
 
     def wants_io(self, direction: str, io: str) -> bool:
-        """Whether `data_mode` selects the inputs or outputs of forward or backward."""
+        """True if `data_mode` selects the inputs or outputs of forward or backward."""
         modes = set(self._config.data_mode)
         if "all" in modes or not modes:
             return True
@@ -127,7 +138,7 @@ class DumpProbe:
     def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
         """Measure a tensor, unless it was measured a moment ago, and write its row.
 
-        A pen stands before it where there is one; this is for what the pen does not take.
+        The fallback for tensors that the compiled row writer does not support.
         """
         page = self._page
         chosen = self._microbatches
@@ -135,10 +146,10 @@ class DumpProbe:
             return
         shape = tensor.shape
         layout = place.layouts.get(shape) or place.layout(shape)
-        if self._plain:
-            slot = page.look_weights(tensor) if tensor.__class__ is nn.Parameter else page.look(tensor)
-            if slot == NOT_MINE:
-                slot = self._looked(tensor, None, page)
+        if self._plain and not (self._digests_integers and _is_integer(tensor)):
+            slot = page.cached_weight(tensor) if tensor.__class__ is nn.Parameter else page.cached(tensor)
+            if slot == UNSUPPORTED:
+                slot = self._slot_of(tensor, None, page)
             extra, key = place.extra, None
         else:
             slot, extra, key = self._in_full(place, layout, tensor, page)
@@ -147,55 +158,73 @@ class DumpProbe:
         clock = self._clock
         seq = clock.seq
         clock.seq = seq + 1
-        dtype = tensor.dtype
-        name = self._dtypes.get(dtype) or self._dtype_name(dtype)
+        name = self._dtypes[tensor.dtype]
         if page is not self._page:
             self._too_late(slot)
             return
         page.add((seq, microbatch, phase, place, layout, name, slot, extra, key))
 
+    def keep(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
+        """Save a small tensor whole, whatever the task, and write a row without statistics that points to it."""
+        page, chosen, clock = self._page, self._microbatches, self._clock
+        if self._small is None or (chosen is not None and microbatch is not None and microbatch not in chosen):
+            return
+        key = self._small.add(clock.step, tensor)
+        layout, name = place.layout(tensor.shape), self._dtypes[tensor.dtype]
+        seq = clock.tick()
+        if page is not self._page:
+            self.late += 1
+            return
+        page.add((seq, microbatch, phase, place, layout, name, -1, place.extra, key))
+
     def _too_late(self, slot: int) -> None:
-        """A thread of the host went on while the step ended: nobody knows whose its slot is."""
+        """A thread of the host was still running when the step ended: its slot may have a new owner."""
         self.late += 1
-        self._slots.spoil(slot)
+        self._slots.invalidate(slot)
 
     def _new_page(self) -> _Page:
-        page = _Page(self._looks, self._numbered)
-        if self._pen is not None and page.looks is not None:
-            self._pen.turn(*page.looks, page.rows.cells)
+        page = _Page(self._new_cache, self._numbered)
+        if self._row_writer is not None and page.caches is not None:
+            self._row_writer.new_page(*page.caches, page.rows.cells)
         return page
 
     def _describe(self, place: Place, tensor: torch.Tensor) -> tuple[Any, ...] | None:
-        """What the rows of a place have in common, for the pen; None for a tensor that it cannot take."""
+        """The cells shared by all rows of a place, for the row writer; None for a tensor it does not support."""
         layout = place.layout(tensor.shape)
-        name = self._dtypes.get(tensor.dtype) or self._dtype_name(tensor.dtype)
-        if not self._numbered:
-            return layout, name, place.extra, 0, 0, None
-        compiled = self._measure.compiled
-        if compiled is None or compiled.readable(tensor) is None:
-            return None
+        name = self._dtypes[tensor.dtype]
+        measure = self._measure_integers if _is_integer(tensor) else self._measure
+        if measure.cells < 0:
+            return layout, name, place.extra, 0, measure.cells, 0, None
         numbering, extra = self._numbers(layout)
-        plan = compiled.plan(tensor, numbering)
-        return layout, name, _joined(place.extra, extra), id(numbering) if numbering else 0, plan.address, plan
+        extra, number = joined(place.extra, extra), number_of(numbering)
+        if measure.compiled is None:  # on a device
+            return layout, name, extra, number, measure.cells, 0, numbering
+        if measure.compiled.readable(tensor) is None:
+            return None
+        plan = measure.compiled.plan(tensor, numbering)
+        return layout, name, extra, number, measure.cells, plan.address, plan
 
     def _in_full(
         self, place: Place, layout: Layout, tensor: torch.Tensor, page: _Page
     ) -> tuple[int, str | None, str | None]:
-        """Slot, extra, and key of the saved tensor, for whatever is asked besides statistics or instead of them."""
-        numbering, extra = self._numbers(layout) if self._numbered else (None, None)
-        slot = -1
+        """Slot, extra, and key of the saved tensor, for everything beyond plain statistics."""
+        integer = self._digests_integers and _is_integer(tensor)
+        numbering, extra = self._numbers(layout) if self._numbered or integer else (None, None)
+        slot = UNSUPPORTED if integer and self._measures else -1
         if self._measures:
-            slot = page.look_weights(tensor) if tensor.__class__ is nn.Parameter else page.look(tensor)
-            if slot == NOT_MINE:
-                slot = self._looked(tensor, numbering, page)
+            if not integer:
+                slot = page.cached_weight(tensor) if tensor.__class__ is nn.Parameter else page.cached(tensor)
+            if slot == UNSUPPORTED:
+                slot = self._slot_of(tensor, numbering, page)
             if self._packs is not None and slot >= 0 and slot not in page.saved:
                 self._save(place.name, tensor, slot, page)
-            if self._hash is not None:
-                extra = self._hashed(tensor, slot, page)
-        return slot, _joined(place.extra, extra), page.saved.get(slot) if self._packs is not None else None
+            if self._hash is not None and slot >= 0 and slot not in page.hashed:
+                page.hashed.add(slot)
+                self._hash.add(page.hashes, slot, raw_bytes(tensor))
+        return slot, joined(place.extra, extra), page.saved.get(slot) if self._packs is not None else None
 
     def _numbers(self, layout: Layout) -> tuple[Numbering | None, str | None]:
-        """Numbering of the elements, and a mark for the row when it is not that of the whole tensor."""
+        """Numbering of the elements, and a mark for the row if it is that of the shard only."""
         found = self._numberings.get(id(layout))
         if found is None:
             numbering = index_map(layout.spec, layout.local, self._where.of, self._where.size)
@@ -203,25 +232,19 @@ class DumpProbe:
             self._numberings[id(layout)] = found
         return found[:2]
 
-    def _hashed(self, tensor: torch.Tensor, slot: int, page: _Page) -> str | None:
-        if slot < 0 or self._hash is None:
-            return None
-        text = page.hashes.get(slot)
-        if text is None:
-            text = page.hashes[slot] = json.dumps({self._config.digest: self._hash(tensor)})
-        return text
-
-    def _looked(self, tensor: torch.Tensor, numbering: Numbering | None, page: _Page) -> int:
-        """The slot of a tensor that the compiled look does not take, or where there is none."""
-        key = key_of(tensor, numbering and id(numbering))
-        seen = page.weights if tensor.__class__ is nn.Parameter else page.seen
-        slot = seen.get(key)
+    def _slot_of(self, tensor: torch.Tensor, numbering: Numbering | None, page: _Page) -> int:
+        """The slot of a tensor that the compiled cache does not support, or where there is no compiled cache."""
+        key = key_of(tensor, number_of(numbering))
+        weight = tensor.__class__ is nn.Parameter
+        seen = page.weights if weight else page.seen
+        slot = seen.get(key) if self._once or weight else None
         if slot is not None:
             return slot
         slot = self._slots.take()
         if slot < 0:
-            return NO_ROOM  # counted by the table; a row would take memory that the limit does not allow
-        if self._measure(tensor, slot, numbering):
+            return NO_ROOM  # counted by the table; a row would exceed the memory limit too
+        measure = self._measure_integers if _is_integer(tensor) else self._measure
+        if measure(tensor, slot, numbering):
             seen.put(key, tensor, slot)
             return slot
         self.unmeasured += 1
@@ -236,12 +259,8 @@ class DumpProbe:
         if keep and self._packs is not None:
             page.saved[slot] = self._packs.add(self._clock.step, tensor)
 
-    def _dtype_name(self, dtype: torch.dtype) -> str:
-        name = self._dtypes[dtype] = str(dtype).removeprefix("torch.")
-        return name
-
     def ledger(self) -> dict[str, Any]:
-        """What fired, and what could not be measured or matched."""
+        """What was observed, and what could not be measured or matched."""
         return {
             "unmatched": self.unmatched(),
             "fired": dict(self.fired),
@@ -249,51 +268,44 @@ class DumpProbe:
             "no_room": self._slots.dropped,
             "late": self.late,
             "kernel": self._measure.kernel,
-            "look": "python" if self._looks is None else "compiled",
+            "look": "python" if self._new_cache is None else "compiled",
         }
 
     def memory_changed(self) -> None:
-        """Something was written that version counters do not tell of: measure everything anew."""
+        """Memory was written without a change of version counters: measure everything anew."""
         page = self._page
         if page.seen:
             page.seen.invalidate()
-        if page.looks is not None:
-            page.looks[0].forget_all()
+        if page.caches is not None:
+            page.caches[0].forget_all()
 
     def finish(self, complete: bool, sites: dict[str, Any]) -> StepBatch:
-        """The step's rows, ready for the writer; the probe is empty again."""
-        # A page for nobody while the slots are sealed: a thread that goes on now takes a slot of this step or of the
-        # next, and no row of either may name it.
-        if self._pen is not None:
-            self._pen.turn()
-        page, self._page = self._page, (nobodys := _Page())
+        """Return the batch of the step; the probe is empty again."""
+        # A throwaway page while the slots are sealed: a thread that is still running takes a slot of this step or of
+        # the next, and no row of either may refer to it.
+        if self._row_writer is not None:
+            self._row_writer.new_page()
+        page, self._page = self._page, (throwaway := _Page())
         slots = self._slots.seal()
         self._page = self._new_page()
-        self.late += len(nobodys.rows)
-        for slot in nobodys.rows.column("slot"):
-            self._slots.spoil(slot)
+        self.late += len(throwaway.rows)
+        for slot in throwaway.rows.column("slot"):
+            self._slots.invalidate(slot)
         rows = page.rows
         rows.close()
         self.fired.update(map(_KIND, rows.column("place")))
-        if self._packs is not None:
-            self._packs.finish()
+        for packs in (self._small, self._hash):
+            if packs is not None:
+                packs.finish()
         only = self._config.task == "nonfinite"
-        return StepBatch(self._clock.step, rows, slots, sites, complete, only, self._sites_file, self._records_file)
+        files = (self._sites_file, self._records_file)
+        return StepBatch(self._clock.step, rows, slots, sites, complete, only, *files, page.hashes)
 
 
 _SEE = DumpProbe.see
 
 
-def _joined(first: str | None, second: str | None) -> str | None:
-    """One JSON object of two, either of which may be missing."""
-    if first is None or second is None:
-        return first or second
-    return f"{first[:-1]}, {second[1:]}"
-
-
-def _matcher(text: str) -> Callable[[str], bool]:
-    """`/regex/` searches, anything else is a substring."""
-    if len(text) > 2 and text.startswith("/") and text.endswith("/"):
-        pattern = re.compile(text[1:-1])
-        return lambda name: pattern.search(name) is not None
-    return lambda name: text in name
+def _is_integer(tensor: torch.Tensor) -> bool:
+    """Whether the elements are integers or booleans, which are few and exact."""
+    dtype = tensor.dtype
+    return not (dtype.is_floating_point or dtype.is_complex)

@@ -1,7 +1,7 @@
-"""The monitor of one session: its probe and the sites that feed it, put together.
+"""Section `monitor`: a few statistics of every watched step, for as long as the job runs.
 
-Watches on steps of its own choice, all along the training. Hooks and patches stay in place as long as the next step is
-watched too; on a step that is not, nothing of it is there.
+Puts the probe of the monitor and the sites that feed it together. Hooks and patches stay installed as long as the next
+step is watched too; on a step that is not, nothing of the monitor is there.
 """
 
 from __future__ import annotations
@@ -11,77 +11,70 @@ from typing import Any
 
 import torch
 
-from msprobe_megatron import backends
-from msprobe_megatron.announcing import Announcer, steps_asked
-from msprobe_megatron.clock import Moment
 from msprobe_megatron.config import ConfigError, MonitorConfig, StepSelection
-from msprobe_megatron.config.orders import Order
-from msprobe_megatron.parts import Job, Part
-from msprobe_megatron.probes.metrics import Metrics
-from msprobe_megatron.probes.monitor import MonitorProbe, Reading
-from msprobe_megatron.record.monitor import MonitorBatch, MonitorBatches, MonitorEnd
-from msprobe_megatron.record.slots import SlotTable
-from msprobe_megatron.sites.arguments import own_work
-from msprobe_megatron.sites.comm import CommSite
-from msprobe_megatron.sites.gradients import GradientSite, WatchedParameters
-from msprobe_megatron.sites.losses import LossSite
-from msprobe_megatron.sites.metrics import MetricSite
-from msprobe_megatron.sites.modules import ModuleSite
-from msprobe_megatron.sites.optimizer_states import OptimizerStates
-from msprobe_megatron.sites.progress import Arguments, Scalars, Throughput
+from msprobe_megatron.config.control_orders import Order
+from msprobe_megatron.job import devices
+from msprobe_megatron.job.clock import Moment
+from msprobe_megatron.job.features.feature import Feature, JobContext, Seen
+from msprobe_megatron.job.features.monitor.probe import MonitorProbe
+from msprobe_megatron.job.features.size_estimate import SizeEstimate, requested_steps
+from msprobe_megatron.job.record.monitor_files import MonitorBatch, MonitorBatches, MonitorEnd
+from msprobe_megatron.job.record.slots import SlotTable
+from msprobe_megatron.job.sites.calls.arguments import untraced
+from msprobe_megatron.job.sites.comm.collectives import CommSite
+from msprobe_megatron.job.sites.module.modules import ModuleSite
+from msprobe_megatron.job.sites.sink import Reading
+from msprobe_megatron.job.sites.training.gradients import GradientSite, WatchedParameters
+from msprobe_megatron.job.sites.training.losses import LossSite
+from msprobe_megatron.job.sites.training.metrics import Metrics, MetricSite
+from msprobe_megatron.job.sites.training.optimizer_states import OptimizerStates
+from msprobe_megatron.job.sites.training.progress import Arguments, Scalars, Throughput
 from msprobe_megatron.topology import names
-from msprobe_megatron.topology.dtensors import local_part
-from msprobe_megatron.topology.grad_buffers import reduced_range
+from msprobe_megatron.topology.shards_of.dtensors import local_part
+from msprobe_megatron.topology.shards_of.grad_buffers import reduced_range
 
 _SLOT_BYTES = 32 << 20
 _ROWS_PER_BLOCK = 256
 HAND_OVER_SECONDS = 0.1
-"""Steps that are shorter than this go to the writer thread together."""
+"""Steps shorter than this are submitted to the writer together."""
 
 
-class Monitoring(Part):
-    """What the `monitor` section of the probe file asks, bound to a model.
+class MonitorFeature(Feature):
+    """Watches the model on the steps that `start_step`, `every`, `window` and `collect_times` select.
 
-    Example::
+    Probe file::
 
-        monitor = Monitoring(job, config.monitor)
-        monitor.begin()
-        ...
-        monitor.finish(complete=True)
+        monitor:
+          every: 10
+          activations: true
+          format: [parquet, tensorboard]
     """
 
     name = "monitor"
 
-    def __init__(self, job: Job, asked: MonitorConfig) -> None:
-        self.asked = asked
+    def __init__(self, job: JobContext, config: MonitorConfig) -> None:
+        self.config = config
         self._job = job
         self._watched_steps = self._collected = 0
         self._on = True
         self._last_step = -1
         self._pending: list[MonitorBatch] = []
         self._handed_over = 0.0
-        device = backends.select()
+        device = devices.select()
         self._slot_bytes = min(_SLOT_BYTES, job.config.limits.host_memory // 4)
-        slots = SlotTable(
-            device.device,
-            _ROWS_PER_BLOCK,
-            float_dtype=device.float_dtype,
-            to_host=device.to_host,
-            limit_bytes=self._slot_bytes,
-            digest=asked.data,
-        )
-        self._probe = probe = MonitorProbe(asked, job.clock, slots, job.watchers, job.fault)
-        self._announcer = Announcer(job, "monitor", "watched")
-        probe.file.told = self._announce
-        self._modules = ModuleSite(job.chunks, probe, job.clock, job.where, job.fault, stacks=False)
+        slots = SlotTable.on(device, self._slot_bytes, _ROWS_PER_BLOCK, digest=config.data)
+        self._probe = probe = MonitorProbe(config, job.clock, slots, job.watchers, job.fault)
+        self._size_estimate = SizeEstimate(job, "monitor", "watched")
+        probe.file.on_first_file = self._estimate_size
+        self._modules = ModuleSite(job.chunks, probe, job.clock, job.where, job.fault, stacks=False, biases=False)
         self._watched = WatchedParameters(job.chunks, probe, job.where)
         self._gradients = GradientSite(
-            job.chunks, self._watched, probe, job.fault, microbatches=asked.microbatch_gradients
+            job.chunks, self._watched, probe, job.fault, microbatches=config.microbatch_gradients
         )
-        self._optimizer = OptimizerStates(job.optimizer, self._watched, probe, asked, job.fault)
+        self._optimizer = OptimizerStates(job.optimizer, self._watched, probe, config, job.fault)
         self._scalars = Scalars(job.optimizer, probe)
         self._losses = LossSite(probe)
-        self._arguments = Arguments(job.chunks, probe, job.clock, job.fault, digests=asked.data)
+        self._arguments = Arguments(job.chunks, probe, job.clock, job.fault, digests=config.data)
         self._throughput = Throughput(probe, device.device)
         self._metrics = MetricSite(
             job.chunks,
@@ -89,12 +82,12 @@ class Monitoring(Part):
             Metrics(probe),
             job.clock,
             job.fault,
-            asked.metrics,
+            config.metrics,
             probe.targets.inside,
         )
         self._comm = CommSite(probe, job.clock, job.where, job.fault)
         self._parameters = _Parameters(self._watched, probe)
-        if job.where.pp_size == 1 and job.where.ep_size == 1:
+        if job.holds_whole_model:
             self._refuse_unmatched()
 
     def _refuse_unmatched(self) -> None:
@@ -108,14 +101,14 @@ class Monitoring(Part):
 
     def next_from(self, step: int) -> int | None:
         """The first step from `step` on that `start_step`, `every`, `window` and `collect_times` select."""
-        asked = self.asked
-        enough = asked.collect_times is not None and self._collected >= asked.collect_times
+        config = self.config
+        enough = config.collect_times is not None and self._collected >= config.collect_times
         if not self._on or (enough and step != self._last_step):
             return None
-        return next_watched(step, asked.start_step, asked.every, asked.window)
+        return next_watched(step, config.start_step, config.every, config.window)
 
     def obey(self, order: Order) -> bool:
-        """Watch no more, or as the probe file says, with `collect_times` counted anew."""
+        """Stop watching, or continue as the probe file says, with `collect_times` counted from zero."""
         if order.monitor is None:
             return False
         self._on, self._collected = order.monitor, 0
@@ -124,25 +117,25 @@ class Monitoring(Part):
         return True
 
     def describe(self) -> str:
-        """What is watched how often."""
+        """What is watched, and how often."""
         return f"watching {len(self._modules.watched)} modules and {len(self._watched)} parameters" + (
-            f" every {self.asked.every} steps" if self.asked.every > 1 else " at every step"
+            f" every {self.config.every} steps" if self.config.every > 1 else " at every step"
         )
 
     def begin(self) -> None:
-        """A watched step begins: set the hooks, or wake those that are there."""
-        asked = self.asked
+        """A watched step begins: install the hooks, or resume them."""
+        config = self.config
         self._watched_steps += 1
         self._collected += 1
         self._last_step = self._job.clock.step
-        if asked.activations:
+        if config.activations:
             self._modules.install()
-        if asked.gradients or asked.microbatch_gradients:
+        if config.gradients or config.microbatch_gradients:
             self._gradients.install()
         self._optimizer.install()
         self._arguments.install()
         self._metrics.install()
-        if asked.comm:
+        if config.comm:
             self._comm.install()
         self._throughput.begin()
 
@@ -152,33 +145,31 @@ class Monitoring(Part):
             site.pause()
 
     def resume(self) -> None:
-        """The step goes on."""
-        self._modules.resume()
-        self._gradients.resume()
-        self._arguments.resume()
-        self._metrics.resume()
+        """The step continues."""
+        for site in (self._modules, self._gradients, self._arguments, self._metrics):
+            site.resume()
 
     def reported(self, entry: Any, moment: Moment) -> None:
         """The loss function of a microbatch has reported `entry`."""
-        with own_work():
+        with untraced():
             self._losses.report(entry, moment.microbatch, moment.chunk)
 
     def microbatch(self, moment: Moment) -> None:
-        """The input of a microbatch may have come into the memory of the last one."""
+        """The input of a microbatch may reuse the memory of the last one."""
         self._probe.memory_changed()
 
     def memory_changed(self) -> None:
-        """Tensors may have changed without their version counters telling."""
+        """Tensors may have changed without a change of their version counters."""
         self._probe.memory_changed()
 
     def before_optimizer(self) -> None:
         """The optimizer is about to step: parameters and gradients are final."""
         self._probe.memory_changed()
         self._comm.optimizing = True
-        with own_work():
-            if self.asked.gradients:
+        with untraced():
+            if self.config.gradients:
                 self._gradients.reduced()
-            if self.asked.parameters:
+            if self.config.parameters:
                 self._parameters.read("before")
             self._metrics.weights()
             self._scalars.before_step()
@@ -186,9 +177,9 @@ class Monitoring(Part):
     def after_optimizer(self, result: Any) -> None:
         """The optimizer has stepped: states and parameters are new."""
         self._probe.memory_changed()
-        with own_work():
+        with untraced():
             self._optimizer.after_step()
-            if self.asked.parameters:
+            if self.config.parameters:
                 self._parameters.read("after")
             self._scalars.after_step(result)
 
@@ -202,7 +193,7 @@ class Monitoring(Part):
         else:
             self.remove()
         self._pending.append(self._probe.finish())
-        # Watchers are told of every step at once; a file can wait.
+        # Watchers see every step at once; a file can wait.
         if self._job.watchers or time.monotonic() - self._handed_over >= HAND_OVER_SECONDS:
             self._hand_over()
 
@@ -212,36 +203,32 @@ class Monitoring(Part):
         if pending:
             self._job.submit(MonitorBatches(pending))
 
-    def _announce(self, written: int, steps: int, first: int) -> None:
-        """The first file is there, of so many bytes and steps; called in the writer thread."""
-        asked, every = self.asked, self.asked.every
-        watched = asked.window if asked.window is not None else StepSelection()
-        count = steps_asked(self._job, watched, max(first, asked.start_step))
-        if asked.collect_times is not None or count is not None:
-            known = [n for n in (None if count is None else -(-count // every), asked.collect_times) if n is not None]
+    def _estimate_size(self, written: int, steps: int, first: int) -> None:
+        """The first file is on disk, of so many bytes and steps. Runs in the writer thread."""
+        config, every = self.config, self.config.every
+        watched = config.window if config.window is not None else StepSelection()
+        count = requested_steps(self._job, watched, max(first, config.start_step))
+        if config.collect_times is not None or count is not None:
+            known = [n for n in (None if count is None else -(-count // every), config.collect_times) if n is not None]
             count = min(known)
-        self._announcer.say(written // steps, count)
+        self._size_estimate.report(written // steps, count)
 
     def _rest(self) -> None:
         for site in (self._modules, self._gradients, self._arguments, self._optimizer, self._metrics):
             site.pause()
 
     def remove(self) -> None:
-        """Take the hooks away."""
-        self._modules.remove()
-        self._gradients.remove()
-        self._arguments.remove()
-        self._optimizer.remove()
-        self._metrics.remove()
-        self._comm.remove()
+        """Remove the hooks."""
+        for site in (self._modules, self._gradients, self._arguments, self._optimizer, self._metrics, self._comm):
+            site.remove()
 
     def close(self) -> None:
         """The run is over: write the steps that have no file yet."""
         self._throughput.close()
         self._hand_over()
-        self._job.submit(MonitorEnd(max(0, self._last_step), self._probe.file))
+        self._job.submit(MonitorEnd(self._probe.file))
 
-    def not_happened(self, last_step: int) -> list[str]:
+    def not_happened(self, seen: Seen) -> list[str]:
         """Nothing watched although there were steps, or kinds that this optimizer cannot show."""
         found = [
             f"monitor: gradients at the step of {name} cannot be seen: it has no step hooks"
@@ -250,21 +237,23 @@ class Monitoring(Part):
         no_room = self._probe.ledger()["no_room"]
         if no_room:
             found.append(
-                f"monitor: {no_room} rows did not fit into {self._slot_bytes} bytes of slots; choose targets, or"
+                f"monitor: {no_room} rows exceeded the {self._slot_bytes} bytes of the slot table; set targets, or"
                 " microbatch_gradients: false"
             )
-        if not self._watched_steps and last_step >= 0:
-            found.append(f"monitor: no step was watched: the last one was {last_step}")
+        if not self._watched_steps and seen.last >= 0:
+            found.append(f"monitor: no step was watched: the last one was {seen.last}")
         if self._job.where.pp_size == 1:  # another stage may have what this one has not
             found += [
-                f"monitor.metrics: {name}: nothing here shows it" for name, n in self._metrics.found.items() if not n
+                f"monitor.metrics: {name}: no module of this model provides it"
+                for name, n in self._metrics.found.items()
+                if not n
             ]
-        if self.asked.targets and not self._modules.watched and not len(self._watched):
-            found.append("monitor.targets: nothing of it is on this rank")
+        if self.config.targets and not self._modules.watched and not len(self._watched):
+            found.append("monitor.targets: none of them is on this rank")
         return found
 
     def ledger(self) -> dict[str, Any]:
-        """What was bound, matched and fired."""
+        """What was bound, matched and observed."""
         bound = {"modules": len(self._modules.watched), "parameters": len(self._watched)}
         return {
             **self._probe.ledger(),
@@ -272,7 +261,7 @@ class Monitoring(Part):
             "steps": self._watched_steps,
             "absent": self._optimizer.absent(),
             "patches": self._gradients.ledger(),
-            "announced": self._announcer.ledger,
+            "announced": self._size_estimate.ledger,
         }
 
 
@@ -297,7 +286,7 @@ class _Parameters:
         tensor, part = local_part(entry.parameter).detach(), None
         overlapped = getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False)
         if when == "after" and overlapped:
-            # What other ranks have updated comes with the next forward.
+            # The shards that other ranks updated arrive with the next forward.
             part = reduced_range(chunk, entry.parameter)
             if part is not None:
                 if part[0] == part[1]:
@@ -311,7 +300,8 @@ def next_watched(step: int, start: int, every: int, window: StepSelection | None
 
     Example::
 
-        next_watched(11, start=0, every=10)     # 20
+        >>> next_watched(11, start=0, every=10)
+        20
     """
     step = max(step, start)
     while True:

@@ -1,6 +1,6 @@
-"""Live curves of one session: TensorBoard event files that grow while the job runs, and wandb if the job has it.
+"""Live curves: TensorBoard event files that grow while the job runs, and wandb if the job uses it.
 
-A watcher of the monitor, in the writer thread. One curve a tensor: its norm, microbatches put together. Tags begin with
+A watcher of the monitor, in the writer thread. One curve per tensor: its norm over all microbatches. Tags begin with
 the layer (`layer_003/mlp.linear_fc1.weight grad_reduced`), so that TensorBoard folds by layer; now and then a heat map
 of layers by steps. Every rank writes a run of its own.
 """
@@ -16,11 +16,13 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from msprobe_megatron.parts import Job, Part
-from msprobe_megatron.record.schema import Row
-from msprobe_megatron.record.watching import StepRows
-from msprobe_megatron.report.png import heat_map, png
-from msprobe_megatron.report.tensorboard import header, image_record, scalars_record
+from msprobe_megatron.job.features.feature import Feature, JobContext
+from msprobe_megatron.job.features.loss_units import token_counts
+from msprobe_megatron.job.record.monitor_files import PerRows, StepRows
+from msprobe_megatron.job.record.writer import Batch
+from msprobe_megatron.run_directory.encoders.png import heat_map, png
+from msprobe_megatron.run_directory.encoders.tensorboard_events import header, image_record, scalars_record
+from msprobe_megatron.run_directory.schema import Row
 from msprobe_megatron.topology.layers import layer_of
 
 HEAT_SECONDS = 30.0
@@ -30,27 +32,22 @@ _HEAT_KINDS = ("grad_reduced", "activation")
 _NUMBERS = ("loss", "scalar", "throughput")
 
 
-class LiveCurves(Part):
-    """What `monitor.format: [tensorboard]` asks.
-
-    Example::
-
-        LiveCurves(job)      # joins job.watchers
-    """
+class LiveCurves(Feature):
+    """Draws what the monitor sees: `monitor.format: [tensorboard]`, and wandb."""
 
     name = "tensorboard"
 
-    def __init__(self, job: Job, *, tensorboard: bool, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, job: JobContext, *, tensorboard: bool, now: Callable[[], float] = time.time) -> None:
         self._job, self._tensorboard, self._now = job, tensorboard, now
         self._file: IO[bytes] | None = None
-        self._plan: _Plan | None = None
+        self._plan = PerRows(_Plan)
         self._heat: dict[str, deque[tuple[int, dict[int, float]]]] = {}
         self._drawn = now()
         self.steps = 0
         job.watchers.append(self)
 
     def next_from(self, step: int) -> int | None:
-        """No step of its own: it draws what the monitor saw."""
+        """No step of its own: it draws what the monitor sees."""
         return None
 
     def describe(self) -> str:
@@ -62,10 +59,8 @@ class LiveCurves(Part):
         wandb = _wandb()
         if not self._tensorboard and wandb is None:
             return
-        if self._plan is None or self._plan.rows is not rows.rows:
-            self._plan = _Plan(rows.rows)
-        scalars = self._plan.values(rows)
-        layers = self._plan.layers(rows)
+        plan = self._plan(rows.rows)
+        scalars, layers = plan.values(rows), plan.layers(rows)
         if self._tensorboard:
             whole = [
                 (f"all layers/{kind} layer_{layer:03d}", value)
@@ -78,7 +73,7 @@ class LiveCurves(Part):
             if self._now() - self._drawn >= HEAT_SECONDS:
                 self._draw()
         if wandb is not None:
-            _tell(wandb, rows.step, scalars, layers)
+            _log(wandb, rows.step, scalars, layers)
         self.steps += 1
 
     def _write(self, content: bytes) -> None:
@@ -103,7 +98,7 @@ class LiveCurves(Part):
     def close(self) -> None:
         """Draw the last heat map. The writer may still have steps to show: they come without one."""
         if self._tensorboard:
-            self._job.submit(_Last(self))
+            self._job.submit(_LastDrawing(self))
 
     def end(self) -> None:
         """All steps have been seen."""
@@ -117,35 +112,29 @@ class LiveCurves(Part):
         return {"steps": self.steps}
 
 
-class _Last:
-    """The last thing in the writer's queue: behind all steps."""
-
-    step, nbytes = 0, 0
+class _LastDrawing(Batch):
+    """Follows all steps through the writer's queue."""
 
     def __init__(self, curves: LiveCurves) -> None:
         self._curves = curves
-
-    def coming(self, last: int) -> int:
-        return 0
 
     def write(self, directory: Any, identity: Any) -> int:
         self._curves.end()
         return 0
 
-    def count(self, counts: Any) -> None:
-        pass
-
-    def drop(self, counts: Any) -> None:
-        pass
-
 
 class _Plan:
-    """Which rows make which curve; made once for a list of rows."""
+    """The mapping of rows to curves, built once per list of rows."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = rows
         tags: dict[str, int] = {}
-        pairs = [(row.slot, tags.setdefault(tag_of(row), len(tags))) for row in rows if row.slot >= 0]
+        counts = token_counts(rows)
+        hidden = set(counts[counts >= 0].tolist())
+        drawn = [(i, row) for i, row in enumerate(rows) if row.slot >= 0 and i not in hidden]
+        pairs = [(row.slot, tags.setdefault(tag_of(row), len(tags))) for _, row in drawn]
+        # A loss that is reported as [sum over tokens, tokens] is drawn as the log shows it: all sums over all tokens.
+        per_token = [(tags[tag_of(row)], rows[counts[i]].slot) for i, row in drawn if counts[i] >= 0]
+        self._per_token = np.array(per_token, np.int64).reshape(-1, 2)
         self._tags = list(tags)
         self._slots = np.array([slot for slot, _ in pairs], np.int64)
         self._tag = np.array([tag for _, tag in pairs], np.int64)
@@ -168,7 +157,10 @@ class _Plan:
         many = len(self._tags)
         with np.errstate(invalid="ignore", divide="ignore"):
             norm = np.sqrt(np.bincount(self._tag, np.nan_to_num(floats[:, 3]), many))
-            mean = np.bincount(self._tag, floats[:, 2], many) / np.bincount(self._tag, minlength=many)
+            weight = np.bincount(self._tag, minlength=many).astype(np.float64)
+            tag, slot = self._per_token.T
+            weight[tag] = np.bincount(tag, seen.floats[slot, 2], many)[tag]
+            mean = np.bincount(self._tag, floats[:, 2], many) / weight
         value = np.where(self._number, mean, norm)
         value[np.bincount(self._tag, np.maximum(bad, 0), many) > 0] = np.nan
         return [(tag, float(x)) for tag, x in zip(self._tags, value, strict=True)]
@@ -187,13 +179,11 @@ class _Plan:
 
 
 def tag_of(row: Row) -> str:
-    """The name of a curve: the group that TensorBoard folds, a slash, the rest.
-
-    Example::
-
-        tag_of(row)      # "layer_003/mlp.linear_fc1.weight grad_reduced"
-    """
+    """The name of a curve: the group that TensorBoard folds, a slash, the rest."""
     layer = layer_of(row.name)
+    if row.kind == "loss" and row.path in ("", "0"):
+        # As Megatron's own curve: `lm loss`.
+        return f"{row.kind}/{row.name}"
     io = f" {row.io}" if row.io not in ("", "value", "weight") else ""
     rest = f"{io}{'.' + row.path if row.path else ''}"
     if row.kind in _NUMBERS:
@@ -211,10 +201,10 @@ def _wandb() -> Any:
     return module if getattr(module, "run", None) is not None else None
 
 
-def _tell(wandb: Any, step: int, scalars: list[tuple[str, float]], layers: dict[str, dict[int, float]]) -> None:
-    """Hand over the figures of the whole and of each layer, to go with whatever the job logs next."""
-    told: dict[str, float] = {f"msprobe/{tag}": value for tag, value in scalars if tag.startswith(_NUMBERS)}
+def _log(wandb: Any, step: int, scalars: list[tuple[str, float]], layers: dict[str, dict[int, float]]) -> None:
+    """Log the numbers of the whole job and of each layer together with what the job logs next."""
+    values_by_tag: dict[str, float] = {f"msprobe/{tag}": value for tag, value in scalars if tag.startswith(_NUMBERS)}
     for kind, values in layers.items():
-        told.update({f"msprobe/layer_{layer:03d}/{kind} norm": value for layer, value in values.items()})
+        values_by_tag.update({f"msprobe/layer_{layer:03d}/{kind} norm": value for layer, value in values.items()})
     # Not committed: the step that wandb counts is the job's own.
-    wandb.log({**told, "msprobe/step": step}, commit=False)
+    wandb.log({**values_by_tag, "msprobe/step": step}, commit=False)

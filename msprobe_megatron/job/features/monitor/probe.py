@@ -1,7 +1,8 @@
-"""Probe: monitor. Decides what is watched, measures it, and hands the rows of a step to the writer.
+"""The monitor's probe: selects what is watched, measures it, and builds the batch of a step for the writer.
 
-Steps of a training are alike. A row is made when something is seen for the first time and is used again as long as the
-next steps see the same things in the same order; then nothing is left of a sighting but the measuring.
+Steps of a training resemble each other. A row is built when a tensor is seen for the first time and reused as long as
+the next steps see the same tensors in the same order; then an observation costs little more than measuring. At 5,000
+rows per step, building them anew would take 13 ms instead of 4 of the training thread, and ten times the writer's time.
 """
 
 from __future__ import annotations
@@ -13,47 +14,26 @@ from typing import Any
 
 import torch
 
-from msprobe_megatron.clock import Clock
 from msprobe_megatron.config import MonitorConfig
-from msprobe_megatron.measure.many import Many
-from msprobe_megatron.measure.measurer import Measurer
-from msprobe_megatron.measure.once import SeenTensors, key_of
-from msprobe_megatron.probes.targets import Targets
-from msprobe_megatron.record.monitor import MonitorBatch, MonitorFile
-from msprobe_megatron.record.monitor_table import Summed
-from msprobe_megatron.record.schema import Row
-from msprobe_megatron.record.slots import SlotTable
-from msprobe_megatron.record.watching import Watcher
-from msprobe_megatron.topology.places import Place
+from msprobe_megatron.job.clock import Clock
+from msprobe_megatron.job.features.monitor.targets import Targets
+from msprobe_megatron.job.measure.many import Many
+from msprobe_megatron.job.measure.measurer import Measurer
+from msprobe_megatron.job.measure.once import SeenTensors, key_of
+from msprobe_megatron.job.record.monitor_files import MicrobatchSum, MonitorBatch, MonitorFile, PerRows, Watcher
+from msprobe_megatron.job.record.observations import DtypeNames
+from msprobe_megatron.job.record.slots import SlotTable
+from msprobe_megatron.job.sites.sink import Reading
+from msprobe_megatron.run_directory.schema import Row
+from msprobe_megatron.topology.shards import Place
 
 _WORTH_REMEMBERING = 1 << 14
-"""Elements from which on measuring costs more than finding out that it was done already."""
+"""Number of elements from which on measuring costs more than looking up that it was done."""
 _Key = tuple[Any, ...]
 
 
-class Reading:
-    """Tensors that are always measured together, at one moment of the step.
-
-    Example::
-
-        reading = Reading(places, "optimizer")
-        probe.read(reading, tensors)
-    """
-
-    def __init__(self, places: Sequence[Place], phase: str) -> None:
-        self.places, self.phase = list(places), phase
-        self.many: Many | None = None
-
-
 class MonitorProbe:
-    """Rows of statistics for what the `monitor` section of the probe file asks.
-
-    Example::
-
-        probe = MonitorProbe(config.monitor, clock, slots, watchers, fault)
-        probe.see(place, tensor, microbatch=0, phase="forward")
-        writer.submit(probe.finish())
-    """
+    """Rows of statistics for the tensors that a `monitor` section selects."""
 
     def __init__(
         self,
@@ -75,36 +55,36 @@ class MonitorProbe:
         self._shared = False
         self._values: list[tuple[int, float]] = []
         self._ratios: list[tuple[int, int, int]] = []
-        self._dtypes: dict[torch.dtype, str] = {}
-        self._summed: dict[int, tuple[list[Row], Summed]] | None = {} if config.microbatches == "summed" else None
+        self._dtypes = DtypeNames()
+        self._summed = PerRows(MicrobatchSum) if config.microbatches == "summed" else None
         self._total: Counter[str] = Counter()
         self._counted: tuple[list[Row], int] = (self._rows, 0)
         self.file = MonitorFile(config.every)
         self.unmeasured = 0
         self.late = 0
         self._turn = 0  # even while a step is open, odd while it is being closed
-        # Between the last look at the turn and the row no step may end, and no other thread come in between.
+        # Held from the check of the turn until the row is added: no step may end and no other thread add in between.
         self._noting = threading.RLock()
 
-    # What sites ask.
+    # Selection, for the sites.
 
     def wants(self, name: str) -> bool:
-        """Whether a module of this name is watched; communication, which has names of its own, always is."""
+        """True if a module of this name is watched; communication, which has names of its own, always is."""
         return "/" in name or (self._config.activations and self.targets.module(name))
 
     def wants_parameter(self, name: str) -> bool:
-        """Whether a parameter of this name is watched."""
+        """True if a parameter of this name is watched."""
         return self.targets.parameter(name)
 
     def wants_io(self, direction: str, io: str) -> bool:
-        """Whether inputs or outputs of forward or backward are watched."""
+        """True if inputs or outputs of forward or backward are watched."""
         return self._config.direction in ("both", direction)
 
     def wants_tensor(self, name: str, io: str, gradient: bool, position: int) -> bool:
-        """Whether the tensor at this position of a module's arguments or results is watched."""
+        """True if the tensor at this position of a module's arguments or results is watched."""
         return self.targets.tensor(name, io, gradient, position)
 
-    # What sites tell.
+    # Observations, from the sites.
 
     def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
         """Measure a tensor, unless it was measured a moment ago."""
@@ -135,9 +115,9 @@ class MonitorProbe:
             self._note(place, tensor, microbatch, "forward", slot)
 
     def _came_late(self, slot: int) -> None:
-        """A thread of the host went on while the step ended: nobody knows whose its slot is."""
+        """A thread of the host was still running when the step ended: its slot may have a new owner."""
         self.late += 1
-        self._slots.spoil(slot)
+        self._slots.invalidate(slot)
 
     def read(self, reading: Reading, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Measure all tensors of a reading; returns their slots."""
@@ -159,14 +139,14 @@ class MonitorProbe:
         if at < len(self._keys) and self._keys[at][0] is reading and self._keys[at][4] == first:
             self._at = at + 1
             return
-        self._part_from(at)
+        self._diverge_at(at)
         self._keys.append((reading, None, reading.phase, None, first, None, len(self._rows)))
         for place, tensor, slot in zip(reading.places, tensors, slots, strict=True):
             self._add(place, tensor, None, reading.phase, slot)
         self._at = at + 1
 
     def value(self, place: Place, number: float, microbatch: int | None = None) -> int:
-        """Take note of a number that the host knows; returns its slot."""
+        """Record a number that the host knows; returns its slot."""
         slot = self._slots.take()
         if slot >= 0:
             self._values.append((slot, float(number)))
@@ -175,7 +155,7 @@ class MonitorProbe:
         return slot
 
     def ratio(self, place: Place, above: int, below: int) -> None:
-        """Take note of the norm of one slot over that of another; worked out when the numbers are on the host."""
+        """Record the norm of one slot over that of another; computed when the statistics are on the host."""
         slot = self._slots.take()
         if slot >= 0 and above >= 0 and below >= 0:
             self._ratios.append((slot, above, below))
@@ -183,16 +163,16 @@ class MonitorProbe:
             self._note(place, None, None, "optimizer", slot)
 
     def memory_changed(self) -> None:
-        """Something was written that version counters do not tell of: measure everything anew."""
+        """Memory was written without a change of version counters: measure everything anew."""
         if len(self._seen):
             self._seen.invalidate()
 
     def finish(self) -> MonitorBatch:
-        """The step's rows, ready for the writer; the probe is ready for the next step."""
-        with self._noting:  # who is making a row ends it first; from here on other threads come too late
+        """Return the batch of the step; the probe is ready for the next one."""
+        with self._noting:  # a thread that is adding a row finishes it first; later ones come too late
             self._turn += 1
         if self._at < len(self._keys):
-            self._part_from(self._at)
+            self._diverge_at(self._at)
         self._seen.forget_all()
         rows, self._shared, self._at = self._rows, True, 0
         if rows is not self._counted[0]:
@@ -220,7 +200,7 @@ class MonitorProbe:
         return self._total + Counter({kind: n * times for kind, n in Counter(row.kind for row in rows).items()})
 
     def ledger(self) -> dict[str, Any]:
-        """What fired, and what could not be measured or matched."""
+        """What was observed, and what could not be measured or matched."""
         return {
             "unmatched": self.targets.unmatched(),
             "fired": dict(self.fired()),
@@ -230,7 +210,7 @@ class MonitorProbe:
             "kernel": self._measure.kernel,
         }
 
-    # Rows of the last step, and where this one parts from it.
+    # The rows of the last step, and where this one diverges from it.
 
     def _measured(self, tensor: torch.Tensor) -> int:
         slot = self._slots.take()
@@ -254,13 +234,13 @@ class MonitorProbe:
             ):
                 self._at = at + 1
                 return
-        self._part_from(at)
+        self._diverge_at(at)
         self._keys.append((place, microbatch, phase, shape, slot, dtype, len(self._rows)))
         self._add(place, tensor, microbatch, phase, slot)
         self._at = at + 1
 
-    def _part_from(self, at: int) -> None:
-        """From here on this step is not like the last: rows that were handed over stay as they are."""
+    def _diverge_at(self, at: int) -> None:
+        """From here on this step differs from the last: rows that were submitted stay unchanged."""
         if at < len(self._keys):
             self._rows = self._rows[: self._keys[at][6]]
             del self._keys[at:]
@@ -282,7 +262,7 @@ class MonitorProbe:
                 path=place.path,
                 op=place.op,
                 site=place.site,
-                dtype="float64" if tensor is None else self._dtype_name(tensor.dtype),
+                dtype="float64" if tensor is None else self._dtypes[tensor.dtype],
                 shape=layout.shape,
                 global_shape=layout.whole,
                 shard=layout.shard,
@@ -291,8 +271,3 @@ class MonitorProbe:
                 extra=place.extra,
             )
         )
-
-    def _dtype_name(self, dtype: torch.dtype) -> str:
-        if dtype not in self._dtypes:
-            self._dtypes[dtype] = str(dtype).removeprefix("torch.")
-        return self._dtypes[dtype]

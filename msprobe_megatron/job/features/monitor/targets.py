@@ -1,7 +1,7 @@
-"""Which modules, tensors and parameters the `targets` of the monitor choose.
+"""The `targets` of the monitor: which modules, tensors and parameters are watched.
 
-A target is the name of a module, or the beginning of the names of parameters. What it says of a side ("tuple[2]:0")
-chooses among the tensors there; with no target at all everything is chosen.
+A target is the name of a module, or a prefix of the names of parameters. Its setting for a side ("tuple[2]:0") selects
+among the tensors there; without any target everything is watched.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ from collections.abc import Sequence
 
 from msprobe_megatron.config import Target, TensorChoice
 
-# The path of the layers in Megatron's model before megatron-core, which published settings still have.
+# The path of the layers in Megatron's legacy model, which published settings still use.
 _LEGACY = "language_model.encoder."
 _TODAY = "decoder."
 
 
 class Targets:
-    """The targets of a probe file, asked by name.
+    """The targets of a probe file, looked up by name.
 
     Example::
 
-        targets = Targets([Target("decoder.layers.0", input=TensorChoice(2, 0))])
-        targets.module("decoder.layers.0")                                     # True
-        targets.tensor("decoder.layers.0", "input", False, 0)                  # True
-        targets.parameter("decoder.layers.0.mlp.linear_fc1.weight")            # True
+        >>> targets = Targets([Target("decoder.layers.0", input=TensorChoice(2, 0))])
+        >>> targets.module("decoder.layers.0")
+        True
+        >>> targets.tensor("decoder.layers.0", "input", False, 0)
+        True
+        >>> targets.parameter("decoder.layers.0.mlp.linear_fc1.weight")
+        True
     """
 
     def __init__(self, targets: Sequence[Target]) -> None:
@@ -33,11 +36,11 @@ class Targets:
         self.matched: set[str] = set()
 
     def module(self, name: str) -> bool:
-        """Whether the module of this name is watched."""
+        """True if the module of this name is watched."""
         return self._all or self._found(name)
 
     def parameter(self, name: str) -> bool:
-        """Whether the parameter of this name is watched: a target is the beginning of its name."""
+        """True if the parameter of this name is watched: a target is a prefix of its name."""
         if self._all:
             return True
         parts = name.split(".")
@@ -45,11 +48,11 @@ class Targets:
         return bool(hits)
 
     def inside(self, name: str) -> bool:
-        """Whether the module of this name is watched, or is part of one that is."""
+        """True if the module of this name, or one that contains it, is watched."""
         return self.parameter(name)
 
     def tensor(self, name: str, io: str, gradient: bool, position: int) -> bool:
-        """Whether a tensor is watched: the one at ``position`` of the arguments or results of a module."""
+        """True if the tensor at ``position`` of the arguments or results of a module is watched."""
         target = self._targets.get(name)
         if target is None:
             return self._all
@@ -64,7 +67,7 @@ class Targets:
         return choice.index is None or choice.index == position
 
     def unmatched(self) -> list[str]:
-        """Targets that no module or parameter asked about has."""
+        """Targets that matched no module or parameter."""
         return [name for name in dict.fromkeys(self._asked.values()) if name not in self.matched]
 
     def _found(self, name: str) -> bool:
@@ -75,7 +78,7 @@ class Targets:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """The name as it is written and as the model of today has it; wrappers are never part of a name."""
+    """The name as written and in the current model; wrappers are never part of a name."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return (name, _TODAY + name.removeprefix(_LEGACY)) if name.startswith(_LEGACY) else (name,)

@@ -1,9 +1,9 @@
-"""The backward of a call: its vector-Jacobian product, taken again when the gradients pass, and compared with them.
+"""The backward of a call: its vector-Jacobian product, computed again when the gradients pass, and compared with them.
 
-While the forward runs only references are kept, of tensors that autograd keeps anyway. When the gradient of the result
-has come and those of the inputs have been computed, the same product is taken again on detached inputs: as it is, and
-on a few rows in 64 bits. A tensor that was written to or freed in between is left alone. Hooks stand on autograd nodes
-and insert nothing into the graph.
+During the forward only references are kept, of tensors that autograd keeps anyway. When the gradient of the result has
+arrived and those of the inputs have been computed, the same product is computed again on detached inputs: as it is, and
+on a few rows in 64 bits. A tensor that was written to or freed in between is skipped. Hooks stand on autograd nodes and
+insert nothing into the graph.
 """
 
 from __future__ import annotations
@@ -13,144 +13,144 @@ from typing import Any
 
 import torch
 
-from msprobe_megatron.probes.perturb import checks, twins
-from msprobe_megatron.probes.perturb.checks import Case
-from msprobe_megatron.probes.perturb.classes import class_of
-from msprobe_megatron.probes.perturb.examiner import Examiner
-from msprobe_megatron.probes.perturb.gradient_reference import rows_of_gradient, whole_gradient
-from msprobe_megatron.probes.perturb.safety import CannotRun, Guard, Refused
+from msprobe_megatron.job.features.perturb.examiner import CheckRunner
+from msprobe_megatron.job.features.perturb.judge import checks
+from msprobe_megatron.job.features.perturb.judge.checks import CheckedCall, rows_of_gradient, whole_gradient
+from msprobe_megatron.job.features.perturb.judge.tolerance import class_of
+from msprobe_megatron.job.features.perturb.run.changed_inputs import convert, tensors_of
+from msprobe_megatron.job.features.perturb.run.rerun import CannotRun, Guard, Refused
+from msprobe_megatron.job.sites.calls.arguments import untraced
+from msprobe_megatron.job.sites.calls.rerunnable import Pass
 
 _MOST_NODES = 32
-# Gradients of a tensor that stands in more places are added in an order that is not known.
-_MOST_PLACES = 2
-_own_work = torch._C.DisableTorchFunction
-# Modes that compare with the exact gradient; the others do in backward what they do in forward.
+# Gradients of a tensor that is passed more often are added in an unknown order.
+_MOST_USES = 2
+# Modes that compare with the exact gradient; all others use the check of the forward.
 _EXACT = {"improve_precision": rows_of_gradient, "to_cpu": whole_gradient}
 
 
-class _Waiting:
+class _PendingCall:
     """A call whose gradients are awaited."""
 
-    def __init__(self, api: str, name: str, in_step: int, where: Any, function: Any, args: Any, kwargs: Any) -> None:
+    def __init__(self, api: str, name: str, in_step: int, where: Pass, function: Any, args: Any, kwargs: Any) -> None:
         self.api, self.name, self.in_step, self.where, self.function = api, name, in_step, where, function
-        self.args, self.kwargs = twins.convert(args, torch.Tensor.detach), twins.convert(kwargs, torch.Tensor.detach)
-        self.versions = [(x, x._version, x.shape) for x in twins.tensors_of((args, kwargs))]
-        # Memory that a call does not read may be another's by now.
-        self._unread = checks.ignored(args, kwargs)
+        self.args, self.kwargs = convert(args, torch.Tensor.detach), convert(kwargs, torch.Tensor.detach)
+        self.versions = [(x, x._version, x.shape) for x in tensors_of((args, kwargs))]
+        # Memory that the call does not read may have been reused.
+        self._unread = checks.ignored(api, args, kwargs)
         self._variables = [_variable(x) for x, _, _ in self.versions]
         self.grad_output: torch.Tensor | None = None
         self.missing = 0
         self.gradients: dict[int, torch.Tensor] = {}
-        """By number of the tensor among the arguments."""
+        """By index of the tensor among the arguments."""
 
-    def places(self, number: int) -> set[int]:
-        """Where a tensor stands among the arguments: the gradient of `x * x` comes through two of them."""
+    def uses(self, number: int) -> set[int]:
+        """Indices at which a tensor is passed: the gradient of `x * x` comes through two of them."""
         return {place for place, variable in enumerate(self._variables) if variable == self._variables[number]}
 
     def intact(self) -> bool:
+        """Whether no tensor was written to or freed since the call."""
         return all(
-            x.shape == shape and (x._version == version or x is self._unread) for x, version, shape in self.versions
+            x.shape == shape and (x._version == version or id(x) in self._unread) for x, version, shape in self.versions
         )
 
 
 class BackwardExaminer:
-    """Sets hooks in the forward, examines in the backward.
+    """Sets hooks in the forward, examines in the backward."""
 
-    Example::
+    def __init__(self, runner: CheckRunner) -> None:
+        self._runner, self._config = runner, runner.config
+        self._round = 0
 
-        examiner.watch_gradients = BackwardExaminer(examiner).watch
-    """
-
-    def __init__(self, examiner: Examiner) -> None:
-        self._examiner, self._asked = examiner, examiner.asked
-        self.lost = 0
-        self.round = 0
+    def restart(self) -> None:
+        """Ignore gradients of calls that were made before this."""
+        self._round += 1
 
     def watch(
-        self, api: str, name: str, in_step: int, where: Any, function: Any, args: Any, kwargs: Any, result: Any
+        self, api: str, name: str, in_step: int, where: Pass, function: Any, args: Any, kwargs: Any, result: Any
     ) -> None:
         """Await the gradients of a call that has just been made."""
         if not isinstance(result, torch.Tensor) or result.grad_fn is None or not result.is_floating_point():
             return
-        inputs = twins.tensors_of((args, kwargs))
+        inputs = tensors_of((args, kwargs))
         edges = _edges(result.grad_fn, inputs)
         if not edges:
             return
-        waiting = _Waiting(api, name, in_step, where, function, args, kwargs)
-        this_round, slot = self.round, result.output_nr
+        pending = _PendingCall(api, name, in_step, where, function, args, kwargs)
+        this_round, slot = self._round, result.output_nr
         by_node: dict[Any, list[tuple[int, int]]] = {}
         for number, node, index in edges:
             by_node.setdefault(node, []).append((number, index))
-        waiting.missing = len(by_node)
+        pending.missing = len(by_node)
 
         def arrived(grad_outputs: Any) -> None:
-            if self.round == this_round:
-                waiting.grad_output = grad_outputs[slot]
+            if self._round == this_round:
+                pending.grad_output = grad_outputs[slot]
 
         result.grad_fn.register_prehook(arrived)
         for node, wanted in by_node.items():
-            node.register_hook(self._passed(waiting, wanted, this_round))
+            node.register_hook(self._passed(pending, wanted, this_round))
 
-    def _passed(self, waiting: _Waiting, wanted: list[tuple[int, int]], this_round: int) -> Callable[[Any, Any], None]:
+    def _passed(
+        self, pending: _PendingCall, wanted: list[tuple[int, int]], this_round: int
+    ) -> Callable[[Any, Any], None]:
         def hook(grad_inputs: Any, grad_outputs: Any) -> None:
-            if self.round != this_round:
+            if self._round != this_round:
                 return
             try:
-                with _own_work(), torch.no_grad():
+                with untraced(), torch.no_grad():
                     for number, index in wanted:
                         gradient = grad_inputs[index]
                         if gradient is not None:
-                            before = waiting.gradients.get(number)
-                            waiting.gradients[number] = gradient if before is None else before + gradient
-                    waiting.missing -= 1
-                    if not waiting.missing and waiting.grad_output is not None:
-                        self._examine(waiting)
+                            before = pending.gradients.get(number)
+                            pending.gradients[number] = gradient if before is None else before + gradient
+                    pending.missing -= 1
+                    if not pending.missing and pending.grad_output is not None:
+                        self._examine(pending)
             except Exception as error:
-                self._examiner._fault(error, f"examination of the backward of {waiting.name}")
+                self._runner.fault(error, f"examination of the backward of {pending.name}")
 
         return hook
 
-    def _examine(self, waiting: _Waiting) -> None:
-        if not waiting.intact():
-            self.lost += 1
+    def _examine(self, pending: _PendingCall) -> None:
+        if not pending.intact():
             return
-        given = waiting.grad_output
-        where = waiting.where._replace(phase="backward")
-        for number, live in waiting.gradients.items():
-            if len(waiting.places(number)) > _MOST_PLACES:
+        given, kind = pending.grad_output, class_of(pending.api)
+        where = pending.where._replace(phase="backward")
+        for number, live in pending.gradients.items():
+            if len(pending.uses(number)) > _MOST_USES:
                 continue
-            case = Case(
-                waiting.api,
-                class_of(waiting.api),
-                (waiting.args, waiting.kwargs, given),
+            call = CheckedCall(
+                pending.api,
+                kind,
+                (pending.args, pending.kwargs, given),
                 {},
                 live,
                 lambda result: result,
-                self._product(waiting, number),
-                self._asked.rows,
-                self._asked.ulps,
-                "backward",
-                self._examiner.whole_again(waiting.name),
-                lambda x: self._examiner.number(waiting.where, x, class_of(waiting.api)),
-                forward=self._forward(waiting),
+                self._product(pending, number),
+                rows=self._config.rows,
+                ulps=self._config.ulps,
+                stage="backward",
+                again=self._runner.repeats_whole(pending.name),
+                numbering=lambda x: self._runner.numbering_of(pending.where, x, kind),
+                forward=self._forward(pending),
             )
-            check = _EXACT.get(self._asked.mode) if self._examiner.profile == "ulp" else None
-            self._examiner.examine(
-                case, waiting.name, waiting.in_step, where, str(number), None if check is None else check(number)
-            )
+            exact = _EXACT.get(self._config.mode) if self._runner.profile == "ulp" else None
+            check = None if exact is None else exact(number)
+            self._runner.examine(call, pending.name, pending.in_step, where, str(number), check)
 
-    def _forward(self, waiting: _Waiting) -> checks.Run:
-        """The call itself, once more."""
+    def _forward(self, pending: _PendingCall) -> checks.Run:
+        """The call itself, run again."""
 
         def run(some: tuple[Any, ...], more: dict[str, Any]) -> Any:
-            watch = not waiting.api.startswith("torch.")
-            return self._examiner.rerun.run(waiting.function, some, more, watch=watch)
+            watch = not pending.api.startswith("torch.")
+            return self._runner.rerun.run(pending.function, some, more, watch=watch)
 
         return run
 
-    def _product(self, waiting: _Waiting, number: int) -> checks.Run:
-        """The vector-Jacobian product with respect to one of the tensors, as a function of inputs and gradient."""
-        places = waiting.places(number)
+    def _product(self, pending: _PendingCall, number: int) -> checks.Run:
+        """The vector-Jacobian product with respect to one tensor, as a function of inputs and gradient."""
+        uses = pending.uses(number)
 
         def run(some: tuple[Any, ...], more: dict[str, Any]) -> torch.Tensor:
             args, kwargs, given = some
@@ -161,21 +161,21 @@ class BackwardExaminer:
 
                 def leaf(x: torch.Tensor) -> torch.Tensor:
                     x = x.detach()
-                    if next(position) not in places:
+                    if next(position) not in uses:
                         return x
                     leaves.append(leaves[0] if leaves else x.requires_grad_())
                     return leaves[0]
 
                 with torch.enable_grad():
-                    result = waiting.function(*twins.convert(values[0], leaf), **twins.convert(values[1], leaf))
+                    result = pending.function(*convert(values[0], leaf), **convert(values[1], leaf))
                     gradient = values[2].to(device=result.device, dtype=result.dtype).reshape(result.shape)
                     return torch.autograd.grad(result, leaves[0], gradient)[0]
 
             try:
-                if not waiting.api.startswith("torch."):
+                if not pending.api.startswith("torch."):
                     with Guard():
                         return forward(args, kwargs, given)
-                self._examiner.rerun.prove(waiting.function, args, kwargs)
+                self._runner.rerun.prove(pending.function, args, kwargs)
                 return forward(args, kwargs, given)
             except (Refused, CannotRun):
                 raise
@@ -186,10 +186,9 @@ class BackwardExaminer:
 
 
 def _edges(node: Any, inputs: list[torch.Tensor]) -> list[tuple[int, Any, int]]:
-    """For each input that takes a gradient: its number, and the nodes and places through which the call hands it on.
+    """For each input that gets a gradient: its index, and the nodes and slots through which the call passes it on.
 
-    Empty if the call's part of the graph is not closed within a few nodes, so that no gradient is taken for whole that
-    is not.
+    Empty if the call's part of the graph has too many nodes, so that a partial gradient is never taken for the whole.
     """
     ends: dict[tuple[Any, int], int] = {}
     leaves: dict[int, int] = {}
@@ -221,5 +220,5 @@ def _edges(node: Any, inputs: list[torch.Tensor]) -> list[tuple[int, Any, int]]:
 
 
 def _variable(x: torch.Tensor) -> Any:
-    """The same for two tensors that autograd takes for one."""
+    """A key that is equal for two tensors that autograd takes for the same variable."""
     return id(x) if x.grad_fn is None else (x.grad_fn, x.output_nr)

@@ -1,229 +1,302 @@
-"""The probe: is handed calls by the site, runs them, examines or replaces them, and keeps what it found.
+"""The probe: receives calls from the site, examines or replaces them, and keeps the results of the examinations.
 
-The only reader of the `perturb` section during a step. What it finds is a list of `Examined` with lines of figures that
-stay on the device; the words come later, in the writer thread.
+`Examiner` decides what is done with a call; `CheckRunner` runs the checks, also for whole modules and for the backward.
+Results are a list of `Examined` with lines of statistics that stay on the device; verdicts come later, in the writer
+thread.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from msprobe_megatron.clock import Clock, Moment
 from msprobe_megatron.config import PerturbConfig
-from msprobe_megatron.probes.perturb import checks
-from msprobe_megatron.probes.perturb.checks import Case
-from msprobe_megatron.probes.perturb.classes import class_of
-from msprobe_megatron.probes.perturb.figures import Figures
-from msprobe_megatron.probes.perturb.fix import fixed
-from msprobe_megatron.probes.perturb.noise import Numbering
-from msprobe_megatron.probes.perturb.preheat import Walk
-from msprobe_megatron.probes.perturb.rerun import Rerunner
-from msprobe_megatron.probes.perturb.safety import CannotRun, Refused
-from msprobe_megatron.probes.perturb.selecting import Selection, call_name
-from msprobe_megatron.probes.perturb.verdict import Examined
+from msprobe_megatron.job.clock import Clock, Moment
+from msprobe_megatron.job.features.perturb.fix import fixed
+from msprobe_megatron.job.features.perturb.judge import checks
+from msprobe_megatron.job.features.perturb.judge.checks import CheckedCall
+from msprobe_megatron.job.features.perturb.judge.tolerance import class_of
+from msprobe_megatron.job.features.perturb.judge.verdict import Examined, PreheatSchedule, StatisticsTable
+from msprobe_megatron.job.features.perturb.run.changed_inputs import Numbering
+from msprobe_megatron.job.features.perturb.run.rerun import CannotRun, Refused, Rerunner
+from msprobe_megatron.job.features.perturb.select.selecting import Selection, StepPlan, call_name
+from msprobe_megatron.job.sites.calls.arguments import untraced
+from msprobe_megatron.job.sites.calls.rerunnable import Pass
+
+if TYPE_CHECKING:
+    from msprobe_megatron.job.features.perturb.backward import BackwardExaminer
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_own_work = torch._C.DisableTorchFunction
 Fault = Callable[[BaseException, str], None]
+NumberingOf = Callable[[Pass, torch.Tensor, str], Numbering | None]
+"""Which elements of the whole a tensor holds that a call of a class gets in a pass of a module; None: unknown."""
+
+
+class CheckRunner:
+    """Runs the check of the configured mode on calls, and keeps the results until they are written.
+
+    `max_rows` results may wait for the next file.
+    """
+
+    def __init__(
+        self,
+        config: PerturbConfig,
+        clock: Clock,
+        table: StatisticsTable,
+        fault: Fault,
+        numbering_of: NumberingOf,
+        max_rows: int,
+    ) -> None:
+        self.config, self._clock, self._table, self.fault = config, clock, table, fault
+        self.numbering_of, self._max_rows = numbering_of, max_rows
+        self.profile = "msprobe" if config.preheat else config.profile
+        self._check = checks.ULP[config.mode] if self.profile == "ulp" else checks.as_msprobe(config.mode)
+        self.preheat = PreheatSchedule(config.preheat_steps, config.max_samples) if config.preheat else None
+        self.rerun = Rerunner()
+        self.plan = StepPlan()
+        self.found: list[Examined] = []
+        self.failures: Counter[str] = Counter()
+        self.reasons: dict[str, str] = {}
+
+    def begin(self, plan: StepPlan) -> None:
+        """Start a step."""
+        self.plan = plan
+        if self.preheat is not None:
+            self.preheat.begin()
+
+    def repeats_whole(self, name: str) -> bool:
+        """Whether there is time to repeat all of this call in this step."""
+        return name not in self.plan.rows_only
+
+    def examine(
+        self, call: CheckedCall, name: str, in_step: int, where: Pass, path: str, check: checks.Check | None = None
+    ) -> None:
+        """Run the check of the mode, or another one, and keep the result."""
+        if len(self.found) >= self._max_rows:
+            self.failures["no room"] += 1
+            self.reasons["no room"] = "limits.host_memory is too small for so many rows between two files"
+            return
+        generation = self._table.generation
+        number, line = self._table.take()
+        try:
+            (check or self._check)(call, line)
+            if self.preheat is not None and self.preheat.learning:
+                checks.on_host(call, line)
+        except Refused:
+            return
+        except CannotRun as error:
+            self.failures[call.api] += 1
+            self.reasons.setdefault(call.api, str(error))
+            return
+        except RuntimeError as error:
+            if call.live.is_cpu:
+                raise
+            # A device that lacks the operators of the judgement (float64 on an NPU), or memory for it.
+            self.failures[call.api] += 1
+            self.reasons.setdefault(call.api, f"{type(error).__name__}: {str(error)[:160]}")
+            return
+        examined = Examined(
+            line=number,
+            step=self._clock.step,
+            seq=self._clock.tick(),
+            name=name,
+            api=call.api,
+            number=in_step,
+            chunk=where.chunk,
+            phase=where.phase,
+            microbatch=where.moment.microbatch,
+            path=path,
+            kind=call.kind,
+            terms=call.terms,
+            dtype=str(call.live.dtype).removeprefix("torch."),
+            shape=tuple(call.live.shape),
+            mode=self.config.mode,
+            stage=self.config.stage,
+            profile=self.profile,
+            note=call.note,
+        )
+        with self._table.lock:
+            # Another host thread may have sealed the table meanwhile: then the line is lost.
+            if generation == self._table.generation:
+                self.found.append(examined)
+
+    def note_outlier(self, name: str, api: str, note: str) -> None:
+        """Keep a result that needs no statistics: a call with another constant than the other layers."""
+        examined = Examined(
+            line=-1,
+            step=self._clock.step,
+            seq=self._clock.tick(),
+            name=name,
+            api=api,
+            number=0,
+            chunk=0,
+            phase="forward",
+            microbatch=0,
+            path="",
+            kind=class_of(api),
+            terms=1,
+            dtype="",
+            shape=(),
+            mode=self.config.mode,
+            stage=self.config.stage,
+            profile=self.profile,
+            verdict="odd",
+            note=note,
+        )
+        self.found.append(examined)
+
+    def take(self) -> tuple[list[Examined], Callable[[], Any]] | None:
+        """Hand over all results, with a function that waits for their statistics; None if there are none."""
+        with self._table.lock:
+            if not self.found:
+                return None
+            found, self.found = self.found, []
+            return found, self._table.seal()
 
 
 class Examiner:
-    """Examines what `asked` means.
+    """Handles the calls of one job: examines, observes or replaces those that the plan of the step selects."""
 
-    Example::
-
-        examiner = Examiner(config.perturb, clock, figures, fault)
-        site = CallSite(chunks, clock, fault, examiner)
-    """
-
-    def __init__(self, asked: PerturbConfig, clock: Clock, figures: Figures, fault: Fault) -> None:
-        self.asked, self._clock, self._figures, self._fault = asked, clock, figures, fault
-        self.selection = Selection(asked)
-        self.rerun = Rerunner()
-        self.walk = Walk(asked.preheat_steps, asked.max_samples) if asked.preheat else None
-        self.profile = "msprobe" if asked.preheat else asked.profile
-        self._check = checks.ULP[asked.mode] if self.profile == "ulp" else checks.as_msprobe(asked.mode)
-        self.chosen: frozenset[str] | None = None
-        self.microbatch: int | None = None
-        self.whole_again: Callable[[str], bool] = lambda name: True
-        self.observe: Callable[[str, Any, str, tuple[Any, ...], dict[str, Any], Any], None] | None = None
-        self.constants: Callable[[str, str, tuple[Any, ...], dict[str, Any]], None] | None = None
-        self.watch_gradients: Callable[..., None] | None = None
-        self.number: Callable[[Any, torch.Tensor, str], Numbering | None] = lambda where, x, kind: None
-        """Which elements of the whole a tensor holds that a call of this class is given in a pass of a module."""
-        self.makers: set[str] = set()
-        """Modules that have made a call that is meant."""
-        self.most = 1 << 17
-        """Rows that may wait for the next file."""
-        self.found: list[Examined] = []
-        self.cannot: Counter[str] = Counter()
-        self.reasons: dict[str, str] = {}
-        self.replaced: Counter[str] = Counter()
+    def __init__(self, runner: CheckRunner, selection: Selection, backward: BackwardExaminer | None) -> None:
+        self._runner, self._selection, self._backward = runner, selection, backward
+        self._config = runner.config
+        self._callers: set[str] = set()
+        self._replaced: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
-        self._asked_for: dict[tuple[str, str, int], bool] = {}
+        self._selected: dict[tuple[str, str, int], bool] = {}
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, plan: StepPlan) -> None:
+        """Start a step."""
         self._counts.clear()
-        if self.walk is not None:
-            self.walk.begin()
+        self._runner.begin(plan)
+
+    def callers(self) -> frozenset[str]:
+        """Modules that have made a selected call so far."""
+        return frozenset(self._callers.copy())  # other host threads may add to it
 
     def wants(self, module: str, phase: str, moment: Moment) -> bool:
-        """Whether the calls of a module are to be handed over in this pass: a recomputed forward is not."""
-        if self.asked.stage == "forward" and self.asked.handler == "check" and phase != "forward":
+        """Whether the calls of a module are to be handed over in this pass; not those of a recomputed forward."""
+        if self._config.stage == "forward" and self._config.handler == "check" and phase != "forward":
             return False
-        if self.microbatch is not None and moment.microbatch != self.microbatch:
+        microbatch = self._runner.plan.microbatch
+        if microbatch is not None and moment.microbatch != microbatch:
             return False
-        return self.selection.place(module, moment.microbatch)
+        return self._selection.place(module, moment.microbatch)
 
     def call(
-        self, api: str, number: int, where: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, api: str, number: int, where: Pass, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Run a call that the site hands over."""
+        """Run a call that the site hands over; returns its result."""
         try:
-            chosen = self._choice(api, number, where, function, kwargs)
+            chosen = self._choose(api, number, where, function, kwargs)
         except Exception as error:
-            self._fault(error, f"choice of {api}")
+            self._runner.fault(error, f"choice of {api}")
             chosen = None
         if chosen is None:
             return function(*args, **kwargs)
         name, in_step = chosen
-        if self.asked.handler == "fix":
-            return self._fix(api, name, function, args, kwargs)
+        if self._config.handler == "fix":
+            return self._fix(api, function, args, kwargs)
         return self._examine(api, name, in_step, where, function, args, kwargs)
 
-    def _choice(self, api: str, number: int, where: Any, function: Any, kwargs: Any) -> tuple[str, int] | None:
-        """Name of a call that is to be examined or fixed, and how often its API was called before in the step."""
-        module = where.module
+    def _choose(self, api: str, number: int, where: Pass, function: Any, kwargs: Any) -> tuple[str, int] | None:
+        """Name of a call to examine or fix, and how often its API was called before in the step; None: neither."""
         in_step = self._counts[api]
         self._counts[api] = in_step + 1
-        if where.phase == "backward":
-            module = f"{module}/backward"
-        name = None
-        if self.chosen is None or (name := call_name(module, api, number)) in self.chosen:
-            meant = self.asked.scope or (module, api, number) not in self._asked_for
-            if meant:
-                self._asked_for[module, api, number] = self.selection.call(module, api, number, in_step)
-            if self._asked_for[module, api, number]:
-                self.makers.add(where.module)
-            if self._asked_for[module, api, number] and self.rerun.refusal(function, api, kwargs) is None:
-                name = name or call_name(module, api, number)
-                if self.walk is not None and not self.walk.takes(api) and self.walk.learning:
-                    return None  # not its turn: there is no threshold yet to judge it by
-                return name, in_step
-        return None
+        module = f"{where.module}/backward" if where.phase == "backward" else where.module
+        calls = self._runner.plan.calls
+        if calls is not None and call_name(module, api, number) not in calls:
+            return None
+        if not self._is_selected(module, api, number, in_step):
+            return None
+        self._callers.add(where.module)
+        if self._runner.rerun.refusal(function, api, kwargs) is not None:
+            return None
+        preheat = self._runner.preheat
+        if preheat is not None and not preheat.chooses(api) and preheat.learning:
+            return None  # there is no threshold yet to judge it by
+        return call_name(module, api, number), in_step
 
-    def _fix(self, api: str, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _is_selected(self, module: str, api: str, number: int, in_step: int) -> bool:
+        key = (module, api, number)
+        # A scope may name calls by their number in the step, which changes with the data.
+        if self._config.scope or key not in self._selected:
+            self._selected[key] = self._selection.call(module, api, number, in_step)
+        return self._selected[key]
+
+    def _fix(self, api: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _has_float((*args, *kwargs.values())):
             return function(*args, **kwargs)
-        self.replaced[api] += 1
-        return fixed(function, args, kwargs, self.asked.mode, self.asked.stage)
+        self._replaced[api] += 1
+        return fixed(function, args, kwargs, self._config.mode, self._config.stage)
 
     def _examine(
-        self, api: str, name: str, in_step: int, where: Any, function: Any, args: tuple[Any, ...], kwargs: Any
+        self, api: str, name: str, in_step: int, where: Pass, function: Any, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         result = function(*args, **kwargs)
         if not _has_float((*args, *kwargs.values())):
             return result
+        plan = self._runner.plan
         try:
-            with _own_work(), torch.no_grad():
-                if self.constants is not None and where.phase == "forward":
-                    self.constants(name, api, args, kwargs)
-                if self.observe is not None:
-                    if self.asked.stage == "forward" or where.phase == "backward" or _has_node(result):
-                        self.observe(name, where, api, args, kwargs, result)
-                elif self.asked.stage == "forward" or where.phase == "backward":
+            with untraced(), torch.no_grad():
+                if plan.survey is not None:
+                    microbatch = where.moment.microbatch
+                    plan.survey.add(name, api, where.phase, microbatch, args, kwargs, result)
+                if not plan.examine:
+                    pass
+                elif self._config.stage == "forward" or where.phase == "backward":
                     self._each_output(api, name, in_step, where, function, args, kwargs, result)
-                elif self.watch_gradients is not None:
-                    self.watch_gradients(api, name, in_step, where, function, args, kwargs, result)
+                elif self._backward is not None:
+                    self._backward.watch(api, name, in_step, where, function, args, kwargs, result)
         except Exception as error:
-            self._fault(error, f"examination of {name}")
+            self._runner.fault(error, f"examination of {name}")
         return result
 
     def _each_output(
-        self, api: str, name: str, in_step: int, where: Any, function: Any, args: Any, kwargs: Any, result: Any
+        self, api: str, name: str, in_step: int, where: Pass, function: Any, args: Any, kwargs: Any, result: Any
     ) -> None:
+        runner, kind = self._runner, class_of(api)
+
         def run(some: tuple[Any, ...], more: dict[str, Any]) -> Any:
-            return self.rerun.run(function, some, more, watch=not api.startswith("torch."))
+            return runner.rerun.run(function, some, more, watch=not api.startswith("torch."))
 
-        for path, live, pick in outputs(result):
-            case = Case(
-                api, class_of(api), args, kwargs, live, pick, run, self.asked.rows, self.asked.ulps, self.asked.stage,
-                again=self.whole_again(name), numbering=lambda x: self.number(where, x, class_of(api)),
-            )  # fmt: skip
-            self.examine(case, name, in_step, where, path)
-
-    def examine(
-        self, case: Case, name: str, in_step: int, where: Any, path: str, check: checks.Check | None = None
-    ) -> None:
-        """Put a case through the check of the mode (or another one) and keep what is known of it."""
-        if len(self.found) >= self.most:
-            self.cannot["no room"] += 1
-            self.reasons["no room"] = "limits.host_memory is too small for so many rows between two files"
-            return
-        turn = self._figures.turn
-        number, line = self._figures.take()
-        try:
-            (check or self._check)(case, line)
-            if self.walk is not None and self.walk.learning:
-                checks.on_host(case, line)
-        except Refused:
-            return
-        except CannotRun as error:
-            self.note_cannot(case.api, error)
-            return
-        live = case.live
-        seen = Examined(
-            number,
-            self._clock.step,
-            self._clock.tick(),
-            name,
-            case.api,
-            in_step,
-            where.chunk,
-            where.phase,
-            where.moment.microbatch,
-            path,
-            case.kind,
-            case.terms,
-            str(live.dtype).removeprefix("torch."),
-            tuple(live.shape),
-            self.asked.mode,
-            self.asked.stage,
-            self.profile,
-        )  # fmt: skip
-        with self._figures.changing:
-            # A thread of the host may come when the figures were handed over: then nobody knows what it found.
-            if turn == self._figures.turn:
-                self.found.append(seen)
-
-    def note_cannot(self, api: str, error: BaseException) -> None:
-        """Count a call that could not be run otherwise, with the first reason."""
-        self.cannot[api] += 1
-        self.reasons.setdefault(api, str(error))
+        found = outputs(result)
+        shared: dict[Any, Any] | None = {} if len(found) > 1 else None
+        for path, live, pick in found:
+            call = CheckedCall(
+                api,
+                kind,
+                args,
+                kwargs,
+                live,
+                pick,
+                run,
+                rows=self._config.rows,
+                ulps=self._config.ulps,
+                stage=self._config.stage,
+                again=runner.repeats_whole(name),
+                numbering=lambda x: runner.numbering_of(where, x, kind),
+                shared=shared,
+            )
+            runner.examine(call, name, in_step, where, path)
 
     def ledger(self) -> dict[str, Any]:
-        """What was refused, could not be run, or was replaced."""
+        """Calls that were refused, that could not be run, or that were replaced."""
+        runner = self._runner
         return {
-            "never_run_twice": dict(self.rerun.refusals),
-            "could_not_run": {api: [count, self.reasons[api]] for api, count in self.cannot.items()},
-            "replaced": dict(self.replaced),
-            "unmatched": self.selection.unmatched(),
+            "never_run_twice": dict(runner.rerun.refusals),
+            "could_not_run": {api: [count, runner.reasons[api]] for api, count in runner.failures.items()},
+            "replaced": dict(self._replaced),
+            "unmatched": self._selection.unmatched(),
         }
 
 
 def outputs(result: Any) -> list[tuple[str, torch.Tensor, Callable[[Any], torch.Tensor]]]:
-    """Floating tensors of a result: where they stand, and how to find them in another result of the same form.
-
-    Example::
-
-        [(path, live.shape) for path, live, pick in outputs(torch.topk(x, 2))]      # [('0', …)]
-    """
+    """Floating-point tensors of a result: path, tensor, and a function that extracts it from a similar result."""
     if isinstance(result, torch.Tensor):
         return [("", result, _itself)] if result.is_floating_point() and type(result) in _PLAIN else []
     if not isinstance(result, list | tuple):
@@ -235,17 +308,13 @@ def outputs(result: Any) -> list[tuple[str, torch.Tensor, Callable[[Any], torch.
     ]
 
 
-def _has_node(result: Any) -> bool:
-    return isinstance(result, torch.Tensor) and result.grad_fn is not None
-
-
 def _itself(result: Any) -> torch.Tensor:
     found: torch.Tensor = result
     return found
 
 
 def _has_float(values: tuple[Any, ...]) -> bool:
-    """Whether there is a floating tensor among the arguments, and none of a class of its own (DTensor and others)."""
+    """Whether the arguments have a floating-point tensor and no tensor subclass (DTensor and others)."""
     found = False
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -1,8 +1,8 @@
-"""Told when the process is about to end for a reason: a signal, or an exception that nobody caught.
+"""Calls listeners when the process is about to exit because of a signal or an uncaught exception.
 
-A signal wakes a thread of its own through Python's wake-up descriptor, also while the training thread is deep in C code
-(a collective that hangs), so that what must be said is said at once. Then whoever handled the signal before gets it,
-or its default happens. One instance serves all sessions of a process; forked children are left as they were.
+A signal wakes a dedicated thread through Python's wake-up descriptor, even while the training thread is blocked in C
+code (a collective that hangs). Then the previous handler of the signal runs, or its default action. One instance serves
+all sessions of a process; it disables itself in forked children.
 """
 
 from __future__ import annotations
@@ -21,19 +21,12 @@ from typing import Any
 Listener = Callable[[str], None]
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PATIENCE = 2.0
-"""Seconds that the training thread waits for listeners before the signal takes its course."""
+"""Seconds that the training thread waits for listeners before the signal is passed on."""
 _ENDS_BY_DEFAULT = (signal.SIGTERM, signal.SIGINT)
 
 
-class LastWords:
-    """Calls listeners with a reason (`signal SIGTERM`, `exception ValueError`), from its own thread or the main one.
-
-    Example::
-
-        notes = LAST_WORDS.add(recorder.write, signals=True)     # what could not be armed, in words
-        ...
-        LAST_WORDS.remove(recorder.write)
-    """
+class ExitHooks:
+    """Calls listeners with a reason (`signal SIGTERM`, `exception ValueError`), from its own thread or the main one."""
 
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
@@ -42,11 +35,11 @@ class LastWords:
         self._fd_before = -1
         self._hook_before: Callable[..., Any] | None = None
         self._handled = threading.Event()
-        self._told = threading.Event()
+        self._called = threading.Event()
         self._fork_watched = False
 
     def add(self, listener: Listener, *, signals: bool) -> list[str]:
-        """Call `listener` from now on; returns what could not be armed, and why."""
+        """Register `listener`; returns what could not be armed, and why."""
         if self._hook_before is None:
             self._hook_before, sys.excepthook = sys.excepthook, self._uncaught
         if not self._fork_watched:
@@ -56,11 +49,11 @@ class LastWords:
         if not signals or self._pipe is not None:
             return []
         if threading.current_thread() is not threading.main_thread():
-            return ["signals are not watched: only the main thread can do it, and this is another"]
+            return ["signals are not watched: handlers can be set in the main thread only, and this is another"]
         return self._watch_signals()
 
     def remove(self, listener: Listener) -> None:
-        """Call it no more; the last one takes everything back."""
+        """Unregister a listener; the last one restores handlers and excepthook. Idempotent."""
         if listener in self._listeners:
             self._listeners.remove(listener)
         if not self._listeners:
@@ -97,15 +90,15 @@ class LastWords:
                 with contextlib.suppress(OSError):
                     os.write(self._fd_before, number)
             if number[0] in self._before:
-                self._tell(f"signal {signal.Signals(number[0]).name}")
-                self._told.set()
+                self._call(f"signal {signal.Signals(number[0]).name}")
+                self._called.set()
                 self._default_if_stuck(number[0])
 
     def _default_if_stuck(self, number: int) -> None:
-        """The main thread is in C code and will not come to its handler: let the default happen from here."""
+        """The main thread is blocked in C code and cannot run its handler: trigger the default action from here."""
         if self._before.get(number) is not signal.SIG_DFL or number not in _ENDS_BY_DEFAULT:
             return
-        if signal.getsignal(number) != self._handle:  # somebody came after us and decides
+        if signal.getsignal(number) != self._handle:  # a later handler decides
             return
         if self._handled.wait(PATIENCE / 2):
             return
@@ -116,19 +109,19 @@ class LastWords:
         os.kill(os.getpid(), number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread: wait for the listeners, then do what would have been done without us."""
-        told = self._told.wait(PATIENCE) if self._wakes_us() else self._tell_here(number)
-        self._told.clear()
+        """In the main thread: wait for the listeners, then pass the signal on."""
+        called = self._called.wait(PATIENCE) if self._wakes_us() else self._call_here(number)
+        self._called.clear()
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
-        elif before is signal.SIG_DFL and number in _ENDS_BY_DEFAULT and told:
+        elif before is signal.SIG_DFL and number in _ENDS_BY_DEFAULT and called:
             self._handled.set()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def _wakes_us(self) -> bool:
-        """Whether the wake-up descriptor is still ours; an event loop takes it for itself."""
+        """True if the wake-up descriptor is still ours; an event loop replaces it."""
         if self._pipe is None:
             return False
         current = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -136,18 +129,18 @@ class LastWords:
             signal.set_wakeup_fd(current)
         return current == self._pipe[1]
 
-    def _tell_here(self, number: int) -> bool:
-        self._tell(f"signal {signal.Signals(number).name}")
+    def _call_here(self, number: int) -> bool:
+        self._call(f"signal {signal.Signals(number).name}")
         return True
 
-    def _tell(self, reason: str) -> None:
+    def _call(self, reason: str) -> None:
         for listener in list(self._listeners):
-            # What listeners do is not worth more than the way the process was to end.
+            # A failing listener must not change how the process exits.
             with contextlib.suppress(Exception):
                 listener(reason)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._tell(f"exception {kind.__name__}")
+        self._call(f"exception {kind.__name__}")
         (self._hook_before or sys.__excepthook__)(kind, error, trace)
 
     def _restore(self) -> None:
@@ -169,7 +162,7 @@ class LastWords:
             os.close(writer)
 
     def _forked(self) -> None:
-        """A child of this process: its signals are not ours, and the thread is not there."""
+        """In a forked child: its signals are its own, and our thread does not exist there."""
         self._listeners = []
         pipe, self._pipe = self._pipe, None
         if self._hook_before is not None:
@@ -179,17 +172,18 @@ class LastWords:
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, before)
-        # Not the one from before either: it is the parent's.
+        # Not the previous descriptor either: it belongs to the parent.
         signal.set_wakeup_fd(-1)
         self._before, self._fd_before = {}, -1
 
 
 def caught_elsewhere() -> set[int]:
-    """Signals that have a handler in this process, as the kernel knows it; empty where it does not tell.
+    """Signals that have a handler in this process according to the kernel; empty if /proc does not say.
 
     Example::
 
-        signal.SIGUSR1 in caught_elsewhere()       # faulthandler.register(signal.SIGUSR1) was called
+        >>> signal.SIGUSR1 in caught_elsewhere()
+        False
     """
     try:
         text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
@@ -199,4 +193,5 @@ def caught_elsewhere() -> set[int]:
     return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
-LAST_WORDS = LastWords()
+EXIT_HOOKS = ExitHooks()
+"""The one instance of the process."""

@@ -1,13 +1,12 @@
-"""Replay of one session: modules are given the inputs that another run has recorded, whatever the two layouts.
+"""Section `replay`: modules receive the inputs that another run has recorded, whatever the two layouts.
 
-Each of them then computes from the same numbers as its counterpart: of two modules that differ, the one that is wrong
-differs by itself, and what comes after it agrees again. Changes the steps it is asked for, by definition; the gradient
-goes on to whoever made the input that was replaced.
+Each module then computes from the same numbers as its counterpart: a module that is wrong differs on its own, and the
+modules after it agree again. Changes the selected steps, by definition; the gradient flows to the producer of the input
+that was replaced.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,45 +14,50 @@ from typing import Any
 import torch
 from torch import nn
 
-from msprobe_megatron.analyse.load import RunError, open_run
-from msprobe_megatron.analyse.recorded_inputs import RecordedInputs
-from msprobe_megatron.clock import Moment
+from msprobe_megatron.analysis.load.run import RunError, open_run
 from msprobe_megatron.config import ConfigError, ReplayConfig
-from msprobe_megatron.parts import Job, Part
-from msprobe_megatron.sites.arguments import own_work, with_other_tensors
-from msprobe_megatron.sites.modules import parameter_names
+from msprobe_megatron.config.name_patterns import name_matcher
+from msprobe_megatron.job.clock import Moment
+from msprobe_megatron.job.features.feature import Feature, JobContext, Seen
+from msprobe_megatron.job.features.replay.recorded_inputs import RecordedInputs
+from msprobe_megatron.job.sites.calls.arguments import untraced, with_other_tensors
+from msprobe_megatron.job.sites.module.modules import parameter_names
 from msprobe_megatron.topology import names
-from msprobe_megatron.topology.activations import ChunkLayout, activation_spec
-from msprobe_megatron.topology.host import megatron_arguments
+from msprobe_megatron.topology.host.framework import megatron_arguments
 from msprobe_megatron.topology.names import NamedModule
 from msprobe_megatron.topology.shards import ShardSpec, cut
+from msprobe_megatron.topology.shards_of.activations import ChunkLayout, activation_spec, calls_before
 
 
-class Replaying(Part):
-    """What the `replay` section of the probe file asks.
+class ReplayFeature(Feature):
+    """Replaces the inputs of the selected modules on the steps of the probe file.
 
-    Example::
+    Probe file::
 
-        replay = Replaying(job, config.replay)
+        steps: 10
+        dump: {level: L0}
+        replay:
+          run: ./recorded_with_task_tensor
+          modules: [decoder.layers.3]
     """
 
     name = "replay"
 
-    def __init__(self, job: Job, asked: ReplayConfig) -> None:
-        self._job, self._asked = job, asked
+    def __init__(self, job: JobContext, config: ReplayConfig) -> None:
+        self._job, self._config = job, config
         try:
-            self._run = open_run(asked.run)
+            self._run = open_run(config.run)
         except RunError as error:
             raise ConfigError(f"{job.config.source}: replay.run: {error}") from error
         self._modules = [
             (entry, ChunkLayout.of(chunk))
             for chunk in job.chunks
             for entry in names.modules(chunk)
-            if any(_fits(text, entry.name) for text in asked.modules)
+            if any(name_matcher(text)(entry.name) for text in config.modules)
         ]
         if not self._modules and job.where.pp_size == 1:
             raise ConfigError(
-                f"{job.config.source}: replay.modules: {list(asked.modules)} match no module; accepted: parts of"
+                f"{job.config.source}: replay.modules: {list(config.modules)} match no module; accepted: parts of"
                 " canonical names such as decoder.layers.0"
             )
         self._inputs: RecordedInputs | None = None
@@ -69,23 +73,23 @@ class Replaying(Part):
 
     def describe(self) -> str:
         """What is going to happen."""
-        return f"feeding {len(self._modules)} modules with inputs of {self._asked.run}"
+        return f"feeding {len(self._modules)} modules with inputs of {self._config.run}"
 
     def begin(self) -> None:
-        """A recorded step begins: open what was recorded, set the hooks."""
-        step = self._job.clock.step if self._asked.step is None else self._asked.step
+        """A replayed step begins: open the recorded inputs, install the hooks."""
+        step = self._job.clock.step if self._config.step is None else self._config.step
         self._calls.clear()
         if step not in self._run.steps:
-            self._unfed[f"step {step}"] = f"{self._asked.run} has steps {self._run.steps[:8] or 'none'}"
+            self._unfed[f"step {step}"] = f"{self._config.run} has steps {self._run.steps[:8] or 'none'}"
             return
         self._inputs = RecordedInputs(self._run, step)
         for entry, layout in self._modules:
-            # Before the hooks of others, which then see what the module is given.
+            # Before all other hooks, which then see what the module receives.
             hook = self._hook(entry, layout)
             self._handles.append(entry.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -96,22 +100,22 @@ class Replaying(Part):
         self._inputs = None
 
     def pause(self) -> None:
-        """The model runs for something else than the step, on its own inputs."""
+        """The model runs for something else than the step, and keeps its own inputs."""
         self._paused = True
 
     def resume(self) -> None:
-        """The step goes on."""
+        """The step continues."""
         self._paused = False
 
-    def not_happened(self, last_step: int) -> list[str]:
-        """Modules that were to be fed and were not, and why."""
+    def not_happened(self, seen: Seen) -> list[str]:
+        """Modules that did not receive recorded inputs, and why."""
         lost = [f"replay: {what}: {why}" for what, why in list(self._unfed.items())[:8]]
         never = [entry.name for entry, _ in self._modules if not self.fed[entry.name] and entry.name not in self._unfed]
         return [*lost, *([f"replay: {never[0]} and {len(never) - 1} more were never fed"] if never else [])]
 
     def ledger(self) -> dict[str, Any]:
         """How many inputs of each module were replaced."""
-        return {"run": str(self._asked.run), "fed": dict(self.fed), "left": self._unfed}
+        return {"run": str(self._config.run), "fed": dict(self.fed), "left": self._unfed}
 
     def _hook(self, entry: NamedModule, layout: ChunkLayout) -> Callable[..., Any]:
         parameters = parameter_names(entry.module)
@@ -121,10 +125,10 @@ class Replaying(Part):
                 return None
             try:
                 phase, moment = self._job.clock.calling()
-                call = self._calls[entry.name, phase, moment]
+                call = self._calls[entry.name, phase, moment] + calls_before(entry, layout)
                 self._calls[entry.name, phase, moment] += 1
                 prefix = f"call{call}." if call else ""
-                with own_work():
+                with untraced():
                     named = [(parameters[i] if i < len(parameters) else str(i), value) for i, value in enumerate(args)]
 
                     def other(path: str, given: torch.Tensor) -> torch.Tensor:
@@ -142,7 +146,7 @@ class Replaying(Part):
     def _instead(
         self, entry: NamedModule, layout: ChunkLayout, prefix: str, path: str, given: torch.Tensor, moment: Moment
     ) -> torch.Tensor:
-        """The recorded tensor in place of the given one; the given one where nothing was recorded for it."""
+        """The recorded tensor in place of the given one; the given one if nothing was recorded for it."""
         inputs = self._inputs
         if inputs is None or not inputs.has(entry.name, prefix + path):
             return given
@@ -166,15 +170,15 @@ class Replaying(Part):
         return replaced
 
     def _samples(self, spec: ShardSpec, given: torch.Tensor, moment: Moment) -> tuple[int, int]:
-        """How many samples the input holds, and the first of them in the global batch."""
+        """The number of samples in the input, and the index of the first in the global batch."""
         where, letters = self._job.where, [dim.name for dim in spec.dims]
-        told = getattr(megatron_arguments(), "micro_batch_size", None)
-        size = int(given.shape[letters.index("b")]) if "b" in letters else int(told or 1)
+        micro_batch_size = getattr(megatron_arguments(), "micro_batch_size", None)
+        size = int(given.shape[letters.index("b")]) if "b" in letters else int(micro_batch_size or 1)
         return size, (moment.microbatch * where.dp_size + where.dp) * size
 
 
 class _Instead(torch.autograd.Function):
-    """Another value in place of one; the gradient goes to the maker of the one."""
+    """Replaces a value; the gradient flows to the producer of the original."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:  # noqa: D102
@@ -186,12 +190,8 @@ class _Instead(torch.autograd.Function):
 
 
 def _in_order(whole: torch.Tensor, dims: tuple[str, ...], spec: ShardSpec) -> torch.Tensor:
-    """[b, s, h] as [s, b, h], where this layout has its dimensions otherwise."""
+    """Permute [b, s, h] to [s, b, h] and the like, if this layout orders its dimensions differently."""
     wanted = tuple(dim.name for dim in spec.dims)
     if dims == wanted or sorted(dims) != sorted(wanted) or len(set(dims)) != len(dims):
         return whole
     return whole.permute([dims.index(name) for name in wanted])
-
-
-def _fits(text: str, name: str) -> bool:
-    return re.search(text[1:-1], name) is not None if text.startswith("/") else text in name

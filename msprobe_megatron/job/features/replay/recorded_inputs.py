@@ -1,4 +1,4 @@
-"""Inputs of modules as a run has recorded them: whole tensors of the samples that somebody else asks for.
+"""Inputs of modules as a run has recorded them: whole tensors of the requested samples.
 
 For `replay`: the layout of the run that recorded them and of the job that is fed need not be the same.
 """
@@ -13,25 +13,19 @@ import duckdb
 import numpy as np
 import numpy.typing as npt
 
-from msprobe_megatron.analyse.assembly import covers, part_of, together
-from msprobe_megatron.analyse.elements import View, widened
-from msprobe_megatron.analyse.load import Run, RunError
-from msprobe_megatron.analyse.merge import labelled_query, micro_batch_size
-from msprobe_megatron.analyse.tensor_pairs import Saved, read_saved
-from msprobe_megatron.analyse.tensors import TensorFiles
+from msprobe_megatron.analysis.compare.merge import labelled_query, micro_batch_size
+from msprobe_megatron.analysis.compare.pairs.assembly import covers, part_of, together
+from msprobe_megatron.analysis.compare.pairs.elements import View, widened
+from msprobe_megatron.analysis.compare.pairs.tensor_pairs import Saved, read_saved
+from msprobe_megatron.analysis.load.run import Run, RunError
+from msprobe_megatron.analysis.load.saved_tensors import TensorFiles
 from msprobe_megatron.topology.shards import ShardSpec
 
 _KEPT = 8
 
 
 class RecordedInputs:
-    """The inputs of one step.
-
-    Example::
-
-        inputs = RecordedInputs(open_run("golden"), step=0)
-        dims, values = inputs.whole("decoder.layers.3", "hidden_states", first=4, samples=2)
-    """
+    """The inputs of one step."""
 
     def __init__(self, run: Run, step: int) -> None:
         connection = duckdb.connect()
@@ -51,7 +45,7 @@ class RecordedInputs:
         return {name for name, _ in self._saved}
 
     def has(self, name: str, path: str) -> bool:
-        """Whether this input of a module was saved."""
+        """True if this input of a module was saved."""
         return (name, path) in self._saved
 
     def whole(self, name: str, path: str, first: int, samples: int) -> tuple[tuple[str, ...], npt.NDArray[Any]]:
@@ -91,8 +85,8 @@ class RecordedInputs:
             parts.append(part)
         if not covers(parts, whole):
             raise RunError(f"{label}: some of its parts were not saved")
-        words = together(parts, whole)
+        elements = together(parts, whole)
         dtype = parts[0].view.dtype
-        if np.issubdtype(words.dtype, np.floating) or dtype in ("BF16", "F8_E4M3", "F8_E5M2"):
-            words = widened(View(dtype, words))
-        return dims, words.reshape(whole) if math.prod(whole) == words.size else words
+        if np.issubdtype(elements.dtype, np.floating) or dtype in ("BF16", "F8_E4M3", "F8_E5M2"):
+            elements = widened(View(dtype, elements))
+        return dims, elements.reshape(whole) if math.prod(whole) == elements.size else elements

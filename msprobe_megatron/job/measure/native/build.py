@@ -1,6 +1,6 @@
 """Building the kernel once for each user, machine level and compiler, into a private cache.
 
-A library found in the cache is only loaded when nobody else could have written it. Several ranks may start at once:
+A library found in the cache is only loaded if no other user could have written it. Several ranks may start at once:
 one builds, the others wait for it a while; whatever happens, what appears under the final name is whole.
 """
 
@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from msprobe_megatron.native.levels import Level
+from msprobe_megatron.job.measure.native.levels import Level
 
-SOURCE = Path(__file__).with_name("kernel.cpp")
+SOURCE = Path(__file__).parent / "kernel" / "api.cpp"
+_PARTS = ("vectors.h", "stats.h", "digest.h", "pair.h")
 _COMPILERS = ("c++", "g++", "clang++")
 # -ffp-contract=off: a fused multiply-add rounds differently, and levels must agree to the bit.
 _FLAGS = ("-std=c++14", "-O3", "-shared", "-fPIC", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-w")
@@ -33,7 +34,7 @@ class BuildError(Exception):
 
 
 class Announcing:
-    """Who is told, once, that something has to be built: a job that stands still for ten seconds is worth a word."""
+    """Reports, once, that something has to be built: a job should not stand still for ten seconds without a message."""
 
     tell: Callable[[str], None] | None = None
 
@@ -52,7 +53,7 @@ class Recipe(NamedTuple):
 
 
 def _kernel() -> Recipe:
-    return Recipe("kernel", SOURCE, _FLAGS, ("-lm",))
+    return Recipe("kernel", SOURCE, _FLAGS, ("-lm",), _PARTS)
 
 
 def cache_directory() -> Path:
@@ -68,10 +69,6 @@ def built(level: Level, timeout: float, recipe: Recipe | None = None) -> Path:
     """The library of a level, from the cache or built now within ``timeout`` seconds; raises `BuildError`.
 
     Without a ``recipe`` it is the kernel.
-
-    Example::
-
-        path = built(levels()[0], timeout=60.0)
     """
     deadline = time.monotonic() + timeout
     compiler = next((found for name in _compilers() if (found := shutil.which(name))), None)

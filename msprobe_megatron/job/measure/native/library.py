@@ -1,4 +1,4 @@
-"""Loading the kernel and checking that it tells the truth, once a process."""
+"""Loads the kernel and checks its results, once per process."""
 
 from __future__ import annotations
 
@@ -8,23 +8,16 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from msprobe_megatron.native.build import Announcing, BuildError, built
-from msprobe_megatron.native.levels import levels
+from msprobe_megatron.job.measure.native.build import Announcing, BuildError, built
+from msprobe_megatron.job.measure.native.levels import levels
 
-_ABI = 3
+_ABI = 4
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT16, INT32, INT64, UINT16, UINT32, UINT64, BYTE = range(11)
-"""Codes of the dtypes, as in kernel.cpp."""
+"""Codes of the dtypes, as in kernel/vectors.h."""
 
 
 class Kernel(NamedTuple):
-    """The compiled functions; every argument is a number: addresses, counts and codes.
-
-    Example::
-
-        found = kernel()
-        if found is not None:
-            found.stats(x.data_ptr(), x.numel(), FLOAT32, 0, out.data_ptr())   # out: 9 words of 8 bytes
-    """
+    """The compiled functions; every argument is a number: addresses, counts and codes."""
 
     level: str
     stats: Callable[[int, int, int, int, int], None]
@@ -33,6 +26,7 @@ class Kernel(NamedTuple):
     pair: Callable[[int, int, int, int, int, int, float, int], None]
     rows: Callable[[int, int, int, int, int, int, int, int, int], None]
     strided: Callable[[int, int, int, int, int, int, int], None]
+    narrow: Callable[[int, int, int], None]
 
 
 class _State:
@@ -56,11 +50,12 @@ def why_not() -> str:
 def load(timeout: float = 60.0, tell: Callable[[str], None] | None = None) -> Kernel | None:
     """Find or build the kernel, once a process; None, with a reason in `why_not`, where that is impossible.
 
-    ``MSPROBE_NATIVE=0`` in the environment forbids it. ``tell`` is told if this or the compiled look has to be built.
+    ``MSPROBE_NATIVE=0`` in the environment forbids it. ``tell`` gets a message if this or the hooks have to be built.
 
     Example::
 
-        load() is None      # then measure/ works with plain torch
+        >>> load() is None
+        False
     """
     if not _State.asked:
         _State.asked, Announcing.tell = True, tell
@@ -103,8 +98,12 @@ def open_library(path: str, level: str) -> Kernel:
     rows.argtypes = [address, number, address, address, address, number, number, address, address]
     strided = library.msprobe_strided
     strided.argtypes = [address, number, address, address, number, address, address]
-    stats.restype = measure.restype = many.restype = pair.restype = rows.restype = strided.restype = None
-    return Kernel(level, stats, measure, many, pair, rows, strided)
+    narrow = library.msprobe_narrow
+    narrow.argtypes = [address, number, address]
+    functions = (stats, measure, many, pair, rows, strided, narrow)
+    for function in functions:
+        function.restype = None
+    return Kernel(level, *functions)
 
 
 def _tells_the_truth(found: Kernel) -> bool:

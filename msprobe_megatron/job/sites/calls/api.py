@@ -1,156 +1,184 @@
 """Site: the inputs, outputs and their gradients of API calls (L1).
 
 A torch-function mode sees every call of torch, of tensor methods and of functionals, however its name was imported,
-and replaces no function. `autograd.Function`s, which the mode does not see, are met at `Function.apply`; what they call
-inside is not told again. Gradients come from hooks on the autograd node of a call, which insert nothing into the
-graph. All of it exists only while a step is recorded.
+and replaces no function. `autograd.Function`s, which the mode does not see, are met at `Function.apply`; calls made
+inside a reported call are not reported again. Gradients come from hooks on the autograd nodes that the call made, which
+insert nothing into the graph: an input hangs on one of these nodes, often on the last (the node of the output),
+sometimes behind others (`F.linear` transposes its weight first), so they are walked, told apart from older nodes by
+their sequence numbers. All of it exists only while a step is recorded.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from msprobe_megatron.clock import Clock, Moment, inside_backward
-from msprobe_megatron.sites import mode_stack
-from msprobe_megatron.sites.api_edges import Shares, Sources, links, now, sources_of
-from msprobe_megatron.sites.api_names import Names, name_of
-from msprobe_megatron.sites.arguments import Found, find_tensors, own_work
-from msprobe_megatron.sites.compiled_calls import CompiledCalls, Helpers, PlainState, State, new_calls
-from msprobe_megatron.sites.compiled_hooks import backward_is_traced
-from msprobe_megatron.sites.compiled_regions import CompiledRegions
-from msprobe_megatron.sites.frames import ModuleFrames, Running
-from msprobe_megatron.sites.stacks import call_stack
-from msprobe_megatron.sites.wrappers import put_on, take_off
-from msprobe_megatron.topology.places import Place
-from msprobe_megatron.topology.shards import ShardSpec
+from msprobe_megatron.job.clock import Clock, Moment
+from msprobe_megatron.job.patching.attributes import add_wrapper, remove_wrapper
+from msprobe_megatron.job.sites.calls.arguments import (
+    Found,
+    find_tensors,
+    is_generator_state,
+    numbered_arguments,
+    unread_arguments,
+    untraced,
+)
+from msprobe_megatron.job.sites.calls.mode_stack import ModeSwitch
+from msprobe_megatron.job.sites.calls.naming import (
+    OUTSIDE,
+    Fault,
+    ModuleFrames,
+    Names,
+    NumberedCall,
+    Running,
+    call_stack,
+    name_of,
+)
+from msprobe_megatron.job.sites.compiled.bindings import (
+    CompiledCalls,
+    Helpers,
+    PlainState,
+    State,
+    backward_is_traced,
+    new_calls,
+)
+from msprobe_megatron.job.sites.sink import Sink
 
-OUTSIDE = "outside"
-_UNKNOWN_LAYOUT = ShardSpec.unmergeable("API call")
-_SCALARS = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, slice})
-_PATHS = tuple(map(str, range(16)))
-"""Of arguments by position; a call with more of them is rare."""
-Fault = Callable[[BaseException, str], None]
-
-
-class Sink(Protocol):
-    """Who is told of a tensor, and what it wants to know."""
-
-    def wants(self, name: str) -> bool:
-        """Whether an API call of this name is to be watched."""
-
-    def wants_io(self, direction: str, io: str) -> bool:
-        """Whether inputs or outputs (`io`) of forward or backward (`direction`) are to be watched."""
-
-    def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
-        """Take note of a tensor, now: it may be gone or changed after the call."""
-
-
-class _Places(dict[str, Place]):
-    """The places of a call's tensors of one kind and side by their paths, made when first needed."""
-
-    __slots__ = ("_of",)
-
-    def __init__(self, kind: str, name: str, io: str, op: str, chunk: int, site: int) -> None:
-        super().__init__()
-        self._of = (kind, name, io, op, chunk, site)
-
-    def __missing__(self, path: str) -> Place:
-        kind, name, io, op, chunk, site = self._of
-        found = self[path] = Place(kind, name, io, path, op, chunk, site, _unknown, _one)
-        return found
+_MOST_NODES = 256
+Sources = list[tuple[str, torch.Tensor, Any, int]]
+_autograd: Any = getattr(torch._C, "_autograd", None)
+next_sequence_number = getattr(_autograd, "_get_sequence_nr", lambda: -1)
+"""The sequence number that the next node of this thread will get; -1 where torch does not expose it."""
 
 
-class _Call:
-    """One numbered call of a module: where its inputs, its outputs and their gradients are told of."""
+def sources_of(inputs: Found) -> Sources:
+    """The inputs that may get a gradient, each with its node; taken before the call, which may change the node."""
+    return [(path, x, x.grad_fn, x.output_nr) for path, x in inputs if x.requires_grad]
 
-    __slots__ = ("input_gradients", "inputs", "output_gradients", "outputs")
 
-    def __init__(self, name: str, op: str, chunk: int, site: int) -> None:
-        self.inputs, self.outputs, self.input_gradients, self.output_gradients = (
-            _Places(kind, name, io, op, chunk, site)
-            for kind in ("activation", "gradient")
-            for io in ("input", "output")
-        )
+def links(roots: Iterable[Any], sources: Sources, since: int) -> dict[Any, list[tuple[int, str]]]:
+    """Nodes of the call, each with the gradients it passes on: their index, and the path of the input they belong to.
+
+    `since` is what `next_sequence_number()` was before the call: older nodes belong to others. An input that the
+    call uses twice is listed twice.
+    """
+    inner = {(node, number): path for path, _, node, number in sources if node is not None}
+    leaves = {id(x): path for path, x, node, _ in sources if node is None}
+    found: dict[Any, list[tuple[int, str]]] = {}
+    waiting = list(roots)
+    seen = set(waiting)
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        for index, (target, slot) in enumerate(node.next_functions):
+            if target is None:
+                continue
+            path = inner.get((target, slot))
+            if path is None and leaves and _accumulates(target):
+                path = leaves.get(id(target.variable))
+            if path is not None:
+                found.setdefault(node, []).append((index, path))
+            elif since >= 0 and target not in seen and _made_since(target, since):
+                seen.add(target)
+                waiting.append(target)
+    return found
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether this is the node of a leaf; nodes of custom functions may have a `variable` of their own."""
+    return type(node).__name__ == "AccumulateGrad" and hasattr(node, "variable")
+
+
+def _made_since(node: Any, since: int) -> bool:
+    number = getattr(node, "_sequence_nr", None)
+    # The accumulator of a leaf has the largest number of all and leads nowhere.
+    return number is not None and number() >= since and not _accumulates(node)
+
+
+class Shares:
+    """The gradient of an input that a call uses several times: the sum over all its uses."""
+
+    __slots__ = ("_left", "_total")
+
+    def __init__(self, uses: int) -> None:
+        self._left = uses
+        self._total: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Add one share (None: no gradient for this use); returns the sum with the last one, else None."""
+        self._left -= 1
+        if gradient is not None:
+            with torch.no_grad():
+                self._total = gradient if self._total is None else self._total + gradient
+        return self._total if self._left == 0 else None
 
 
 class ApiSite:
-    """Watches API calls between `install` and `remove`.
-
-    Example::
-
-        site = ApiSite(frames, probe, clock, fault, preset="focus")
-        site.install(); ...; site.remove()
-    """
+    """Watches API calls between `install` and `remove`."""
 
     def __init__(
         self, frames: ModuleFrames, sink: Sink, clock: Clock, fault: Fault, preset: str, stacks: bool, first_site: int
     ) -> None:
         self._frames, self._sink, self._clock, self._fault = frames, sink, clock, fault
-        self._preset, self._stacks, self._next_site = preset, stacks, first_site
-        self._calls: dict[tuple[str, int, str, int], _Call | None] = {}
-        self._pushed = False
+        self._preset, self._stacks = preset, stacks
+        self._first_site = self._next_site = first_site
+        self._calls: dict[tuple[str, int, str, int], NumberedCall | None] = {}
         self._sites: list[dict[str, Any]] = []
         self._structure: list[dict[str, Any]] = []
         wants = sink.wants_io
         sides = (
-            *(wants("forward", "input"), wants("forward", "output")),
-            *(wants("backward", "input"), wants("backward", "output")),
+            wants("forward", "input"),
+            wants("forward", "output"),
+            wants("backward", "input"),
+            wants("backward", "output"),
         )
         self._inputs, self._outputs, self._input_gradients, self._output_gradients = sides
         names = Names(self.name_of)
-        helpers = Helpers(fault, names, self._call_of, self._hook, _Mode.__torch_function__)
-        self._compiled = new_calls(clock, sink.see, frames, OUTSIDE, helpers, sides)
+        helpers = Helpers(fault, names, self._call_of, self._unread, Shares, self._hook, _Mode.__torch_function__)
+        self._compiled = new_calls(clock, sink.see, frames, helpers, sides)
         self._state: State = self._compiled or PlainState(sink.see)
         self._mode = _Mode(self, names, self._compiled)
-        self._regions = CompiledRegions(self._mode, fault)
+        self._switch = ModeSwitch(self._mode, fault)
 
     @property
     def active(self) -> bool:
-        """Whether calls are told of now."""
+        """Whether calls are being reported."""
         return self._state.active
 
     @property
     def fired(self) -> int:
-        """How many calls were told of so far."""
+        """How many calls were reported so far."""
         return self._state.fired
 
     def install(self) -> None:
-        """Begin to see calls; of this thread, and of the threads that run its backward."""
+        """Start to report the calls of this thread, and of the threads that run its backward."""
         self._state.round += 1
         self.resume()
 
     def resume(self) -> None:
-        """See calls again, of the same round: gradients of the calls seen before are still awaited."""
+        """Report calls again, in the same round: gradients of calls reported before are still awaited."""
         state = self._state
         state.inside, state.see, state.traced = 0, self._sink.see, backward_is_traced()
         state.active = True
-        put_on(torch.autograd.Function, "apply", self._apply)
+        add_wrapper(torch.autograd.Function, "apply", self._apply)
         self._frames.mode = self._mode
-        if not self._pushed:
-            self._pushed = True
-            mode_stack.push(self._mode)
-            self._regions.install()
+        self._switch.on()
 
     def remove(self) -> None:
-        """See no more calls; gradients that still arrive are ignored. Safe to call twice.
+        """Report no more calls; gradients that still arrive are ignored. Safe to call twice.
 
-        Inside a call and in another thread the mode is not on the stack, and inside backward the stack is a copy: it
-        then sees nothing any more, is still kept out of compiled code, and goes when this is called again.
+        Inside a call and in another thread the mode is not on the stack, and inside backward the stack is a copy: the
+        mode then stays installed but inactive, is still kept out of compiled code, and is removed by the next call.
         """
         if self._state.active:
             self._state.active = False
             self._frames.mode = None
-            take_off(torch.autograd.Function, "apply", self._apply)
-        if self._pushed and not inside_backward() and mode_stack.take_out(self._mode):
-            self._pushed = False
-            self._regions.remove()
+            remove_wrapper(torch.autograd.Function, "apply", self._apply)
+        self._switch.off()
 
     def _apply(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,13 +191,13 @@ class ApiSite:
     def call(
         self, api: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inside: int = 1
     ) -> Any:
-        """Run a call and tell the sink of what went in and came out."""
+        """Run a call and report its inputs and outputs to the sink."""
         state, compiled = self._state, self._compiled
         if compiled is not None and not compiled.traced:
             return compiled.run(api, function, args, kwargs, inside)
         before = None
         try:
-            with own_work():
+            with untraced():
                 before = self._before(api, args, kwargs)
         except Exception as error:
             self._fault(error, f"input of {api}")
@@ -180,20 +208,20 @@ class ApiSite:
             state.inside -= inside
         if before is not None and state.active:
             try:
-                with own_work():
+                with untraced():
                     self._after(result, *before)
             except Exception as error:
                 self._fault(error, f"output of {api}")
         return result
 
     def called(self, api: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same for a function that is no API of torch and calls some: they are told too."""
+        """`call` for a function that is not part of torch; the torch calls that it makes are reported too."""
         if self._state.inside or not self._state.active:
             return function(*args, **kwargs)
         return self.call(api, function, args, kwargs, inside=0)
 
     def name_of(self, function: Callable[..., Any]) -> str | None:
-        """What a call of this function is named; None for those that are not watched."""
+        """Name of a function's calls; None if they are not reported."""
         try:
             return name_of(function, self._preset)
         except Exception as error:
@@ -202,21 +230,9 @@ class ApiSite:
 
     def _before(
         self, api: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_Call, Running, Sources, int] | None:
-        found: Found = []
-        for path, value in zip(_PATHS, args, strict=False):
-            kind = value.__class__
-            if kind is torch.Tensor or kind is nn.Parameter:
-                found.append((path, value))
-            elif kind not in _SCALARS:
-                find_tensors(value, path, found, parameters=True)
-        if kwargs or len(args) > len(_PATHS):
-            for index, value in enumerate(args[len(_PATHS) :], len(_PATHS)):
-                find_tensors(value, str(index), found, parameters=True)
-            for name, value in kwargs.items():
-                if value.__class__ not in _SCALARS:
-                    find_tensors(value, name, found, parameters=True)
-        if not found:
+    ) -> tuple[NumberedCall, Running, Sources, int] | None:
+        found = numbered_arguments(args, kwargs)
+        if not found or any(is_generator_state(tensor) for _, tensor in found):
             return None
         stack = self._frames.stack
         running = stack[-1] if stack else self._frames.outside(OUTSIDE)
@@ -228,25 +244,35 @@ class ApiSite:
         call = self._call_of(module, chunk, api, number)
         if call is None:
             return None
+        if call.partly_read or "out" in kwargs:
+            unread = self._unread(call, args, kwargs)
+            found = [(path, x) for path, x in found if path.partition(".")[0] not in unread]
         if self._inputs:
             see, places, microbatch = self._sink.see, call.inputs, moment[0]
             for path, tensor in found:
                 see(places[path], tensor, microbatch, phase)
-        # Before the call: in place, it moves what it changes to a node of its own.
+        # Before the call: an in-place operator moves the tensor it changes to a new node.
         gradients = self._input_gradients and torch.is_grad_enabled()
-        return call, running, sources_of(found) if gradients else [], now()
+        return call, running, sources_of(found) if gradients else [], next_sequence_number()
 
-    def _call_of(self, module: str, chunk: int, api: str, number: int) -> _Call | None:
-        """A numbered call; None for those that nobody wants."""
+    def _call_of(self, module: str, chunk: int, api: str, number: int) -> NumberedCall | None:
+        """A numbered call; None if the sink does not want it."""
         key = (module, chunk, api, number)
         if key not in self._calls:
             name = f"{module}/{api}.{number}"
             site = self.new_site(name, api, chunk) if self._sink.wants(name) else None
-            self._calls[key] = None if site is None else _Call(name, api, chunk, site)
+            self._calls[key] = None if site is None else NumberedCall(name, api, chunk, site)
         return self._calls[key]
 
+    def _unread(self, call: NumberedCall, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[str, ...]:
+        """Arguments that a call does not read; sites.json names them, and they have no rows."""
+        unread = tuple(path for path, _ in unread_arguments(call.api, args, kwargs or {}))
+        if unread:
+            self._sites[call.site - self._first_site]["unread"] = list(unread)
+        return unread
+
     def new_site(self, name: str, api: str, chunk: int) -> int:
-        """Number of a call that is seen for the first time, with the stack that leads to it."""
+        """Register a call that is seen for the first time, with its call stack; returns its id in sites.json."""
         site = self._next_site
         self._next_site += 1
         stack = call_stack(2) if self._stacks else []
@@ -255,12 +281,12 @@ class ApiSite:
 
     @property
     def structure(self) -> list[dict[str, Any]]:
-        """Id, name and stack of every call, for sites.json; the same object while nothing is new."""
+        """Id, name and stack of every call, for sites.json; the same object as long as nothing was added."""
         if len(self._structure) != len(self._sites):
             self._structure = list(self._sites)
         return self._structure
 
-    def _after(self, result: Any, call: _Call, running: Running, sources: Sources, since: int) -> None:
+    def _after(self, result: Any, call: NumberedCall, running: Running, sources: Sources, since: int) -> None:
         outputs: Found = []
         if result.__class__ is torch.Tensor:
             outputs.append(("", result))
@@ -271,49 +297,51 @@ class ApiSite:
             see, places, microbatch, phase = self._sink.see, call.outputs, running.moment[0], running.phase
             for path, tensor in outputs:
                 see(places[path], tensor, microbatch, phase)
-        # Under no_grad (the first pass of a checkpoint) no result has a node: its gradients come when it is repeated.
-        self._watch_gradients(call, running.moment, sources, since, outputs)
+        # Under no_grad (first pass of a checkpoint) results have no node; gradients come with the recomputation.
+        self._await_gradients(call, running.moment, sources, since, outputs)
 
-    def _watch_gradients(self, call: _Call, moment: Moment, sources: Sources, since: int, outputs: Found) -> None:
-        given: dict[Any, list[Any]] = {}
+    def _await_gradients(
+        self, call: NumberedCall, moment: Moment, sources: Sources, since: int, outputs: Found
+    ) -> None:
+        arriving: dict[Any, list[Any]] = {}
         for path, tensor in outputs:
             node = tensor.grad_fn
             if node is not None:
-                wanted = given.setdefault(node, [])
+                wanted = arriving.setdefault(node, [])
                 if self._output_gradients:
                     wanted += (tensor.output_nr, call.output_gradients[path])
-        if not given:
+        if not arriving:
             return
-        asked: dict[Any, list[Any]] = {}
+        leaving: dict[Any, list[Any]] = {}
         if sources:
-            found = links(given, sources, since)
+            found = links(arriving, sources, since)
             places = call.input_gradients
             shares = _shares(found) if sum(map(len, found.values())) > 1 else {}
             for node, edges in found.items():
-                asked[node] = [cell for index, path in edges for cell in (index, places[path], shares.get(path))]
-        for node, here in given.items():
-            there = asked.pop(node, [])
+                leaving[node] = [cell for index, path in edges for cell in (index, places[path], shares.get(path))]
+        for node, here in arriving.items():
+            there = leaving.pop(node, [])
             if here or there:
                 self._hook(node, [moment, len(here), *here, *there])
-        for node, there in asked.items():
+        for node, there in leaving.items():
             self._hook(node, [moment, 0, *there])
 
     def _hook(self, node: Any, cells: list[Any]) -> None:
-        node.register_hook(_Arrived((self, self._state.round, *cells)))
+        node.register_hook(_NodeHook((self, self._state.round, *cells)))
 
 
 def _shares(found: dict[Any, list[tuple[int, str]]]) -> dict[str, Shares]:
-    """Of the inputs whose gradients come by several ways."""
-    ways = Counter(path for edges in found.values() for _, path in edges)
-    return {path: Shares(count) for path, count in ways.items() if count > 1}
+    """Accumulators for the inputs that the call uses several times."""
+    uses = Counter(path for edges in found.values() for _, path in edges)
+    return {path: Shares(count) for path, count in uses.items() if count > 1}
 
 
-class _Arrived(tuple[Any, ...]):
-    """The hook of a node: tells of the gradients that come to it and go from it for one call.
+class _NodeHook(tuple[Any, ...]):
+    """The hook of a node: reports the gradients of one call that arrive at the node and that leave it.
 
-    One object and not six: all of a step are alive when its backward begins, and the garbage collector visits each of
-    them again and again. Its cells are site, round, moment and how many cells those that come have; then for each
-    of these its index and place; then for each that goes its index, place and share, if it is one.
+    A flat tuple instead of several objects: all hooks of a step are alive when its backward begins, and the garbage
+    collector visits each object again and again. Items: site, round, moment, number of items for arriving gradients;
+    index and place of each arriving gradient; index, place and `Shares` (or None) of each leaving one.
     """
 
     __slots__ = ()
@@ -325,7 +353,7 @@ class _Arrived(tuple[Any, ...]):
         try:
             site._clock.backward_moment = moment
             see, microbatch = site._sink.see, moment[0]
-            with own_work():
+            with untraced():
                 for at in range(4, 4 + count, 2):
                     index = self[at]
                     gradient = grad_outputs[index] if index < len(grad_outputs) else None
@@ -343,13 +371,13 @@ class _Arrived(tuple[Any, ...]):
 
 
 class _Mode(TorchFunctionMode):
-    """Hands calls to the site. While it handles one it is off, so that its own work is not seen."""
+    """Hands calls to the site. It is off while it handles one, so the kit's own work is not seen."""
 
     def __init__(self, site: ApiSite, names: Names, compiled: CompiledCalls | None) -> None:
         super().__init__()
         self._site, self._names = site, names
         if compiled is not None:
-            # Torch asks the object for its method: the compiled one hides that of the class.
+            # Torch looks the method up on the object, so the compiled one shadows that of the class.
             vars(self)["__torch_function__"] = MethodType(compiled, self)
 
     def __torch_function__(
@@ -359,11 +387,3 @@ class _Mode(TorchFunctionMode):
         if name is None or state.inside or not state.active:
             return function(*args, **kwargs) if kwargs else function(*args)
         return self._site.call(name, function, args, kwargs or {})
-
-
-def _unknown(shape: tuple[int, ...]) -> ShardSpec:
-    return _UNKNOWN_LAYOUT
-
-
-def _one(axis: str) -> int:
-    return 1

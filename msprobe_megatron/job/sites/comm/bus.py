@@ -1,29 +1,30 @@
-"""Communication of this process, as it happens: who listens, and what is under way.
+"""Communication of this process: subscriptions, and the exchanges in flight.
 
-Collectives and sends are met at the methods of the process group, below every name under which a program may have
-imported `torch.distributed`'s functions, and a result is complete when its `Work` has been waited for. So no function
-of torch.distributed is replaced. The patches (patches/distributed.py) exist only while somebody listens.
+Collectives and sends are observed at the methods of the process group, below every name under which a program may have
+imported `torch.distributed`'s functions, so no function of torch.distributed is replaced. A result is complete when its
+`Work` has been waited for. The patches (patches/distributed.py) exist only while there is a listener.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+from torch import distributed
 
-from msprobe_megatron.patching import PatchSet, declared
+from msprobe_megatron.job.patching.patch_set import PatchSet, declared
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """One collective, send or receive: what goes in, where the result will be, with whom.
+    """One collective, send or receive: inputs, where the result will be, and the group.
 
-    ``peer`` is the number in the group of the other side of a send or receive, ``root`` that of the one member that
-    gives or gets. ``asynchronous`` is None where that cannot be known. ``options`` are those of a reducing call.
+    ``peer`` is the group rank of the other side of a send or receive, ``root`` that of the source or destination of a
+    rooted collective. ``asynchronous`` is None if unknown. ``options`` are those of a reducing call.
     """
 
     op: str
@@ -38,24 +39,24 @@ class Exchange:
 
     @cached_property
     def reduction(self) -> str | None:
-        """SUM, AVG, …: asked of the options only when it is wanted, which takes longer than all the rest."""
+        """SUM, AVG, …; read from the options on demand, because that takes longer than everything else."""
         operation = getattr(self.options, "reduceOp", None)
         return None if operation is None else str(getattr(operation, "op", operation)).rpartition(".")[2]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what goes in, or where nothing does, of what comes out."""
+        """Bytes of the inputs, or of the outputs if there are no inputs."""
         return sum(x.numel() * x.element_size() for x in self.sources or self.targets)
 
 
 class Listener(Protocol):
-    """Who is told of communication. Faults of a listener are its own: it must not raise."""
+    """A subscriber of the bus; its methods must not raise."""
 
     def begins(self, exchange: Exchange) -> Any:
-        """An exchange is about to be called; what this returns is handed to `completed`."""
+        """An exchange is about to start; the return value is passed to `completed`."""
 
     def completed(self, exchange: Exchange, token: Any) -> None:
-        """The exchange has been waited for: what came is in ``exchange.targets``."""
+        """The exchange has been waited for: the result is in ``exchange.targets``."""
 
     def failed(self, error: BaseException) -> None:
         """The arguments of a call could not be read."""
@@ -64,44 +65,57 @@ class Listener(Protocol):
 Read = Callable[[Any, tuple[Any, ...]], Exchange]
 
 
-class Wire:
-    """All communication of the process; the one instance is `WIRE`.
+def derived(kind: type) -> Iterator[type]:
+    """Classes of Python that are derived from a class of torch and are not torch's own."""
+    each: type
+    for each in kind.__subclasses__():
+        if each.__module__.partition(".")[0] != "torch":
+            yield each
+        yield from derived(each)
 
-    Example::
 
-        WIRE.join(listener)
-        ...
-        WIRE.leave(listener)
-    """
+def derived_classes() -> list[type]:
+    """Groups and handles that other code has defined: they may override what the patches replace."""
+    c10d = distributed.distributed_c10d
+    return [*derived(c10d.ProcessGroup), *derived(c10d.Work)] if distributed.is_available() else []
+
+
+class CommBus:
+    """All communication of the process; the one instance is `COMM_BUS`."""
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()
         self._patches: PatchSet | None = None
-        self._under_way: dict[int, tuple[Any, list[Exchange]]] = {}
-        self._together: dict[int, list[Exchange]] = {}
+        self._classes: list[type] = []
+        self._in_flight: dict[int, tuple[Any, list[Exchange]]] = {}
+        self._coalesced: dict[int, list[Exchange]] = {}
 
     def join(self, listener: Listener) -> None:
-        """Tell this listener too; the first one brings the patches. Joining twice is joining once."""
+        """Subscribe. The first listener applies the patches; idempotent."""
         if listener in self._listeners:
             return
         self._listeners = (*self._listeners, listener)
+        classes = derived_classes()
         if self._patches is None:
             self._patches = PatchSet(declared("communication"), self)
+        elif classes != self._classes:
+            self._patches.extend(declared("communication"))
+        self._classes = classes
         self._patches.apply()
 
     def leave(self, listener: Listener) -> None:
-        """Tell this listener no more, not even of what it saw begin; the last one takes the patches with it."""
+        """Unsubscribe. Pending completions are dropped; the last listener removes the patches."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
         if not self._listeners and self._patches is not None:
             self._patches.revert()
-            self._under_way.clear()
-            self._together.clear()
+            self._in_flight.clear()
+            self._coalesced.clear()
 
     def ledger(self) -> list[dict[str, Any]]:
-        """What became of the patches."""
+        """State of the patches."""
         return self._patches.ledger() if self._patches is not None else []
 
-    # What the patches tell.
+    # Called by the patches.
 
     def begin(self, read: Read, group: Any, args: tuple[Any, ...]) -> Exchange | None:
         """A method of a process group is about to be called; None when its arguments cannot be read."""
@@ -111,30 +125,30 @@ class Wire:
             for listener in self._listeners:
                 listener.failed(error)
             return None
-        # Like nested contexts: who joined first is the last to be told of a beginning, and the first of an end.
+        # Like nested contexts: the first subscriber sees a beginning last and a completion first.
         exchange.tokens.extend([(listener, listener.begins(exchange)) for listener in reversed(self._listeners)])
         exchange.tokens.reverse()
         return exchange
 
     def called(self, exchange: Exchange, work: Any) -> None:
-        """The method has returned ``work``; None means that everything has happened already."""
-        together = self._together.get(id(exchange.group))
-        if together is not None:
-            together.append(exchange)
+        """The method has returned ``work``; None means that the exchange is complete."""
+        coalesced = self._coalesced.get(id(exchange.group))
+        if coalesced is not None:
+            coalesced.append(exchange)
         else:
             self._await(work, [exchange])
 
     def coalescing(self, group: Any) -> None:
-        """From here on the exchanges of this group have one `Work` together."""
-        self._together[id(group)] = []
+        """From here on the exchanges of this group share one `Work`."""
+        self._coalesced[id(group)] = []
 
     def coalesced(self, group: Any, work: Any) -> None:
-        """That is their `Work`."""
-        self._await(work, self._together.pop(id(group), []))
+        """Their common `Work` is ``work``."""
+        self._await(work, self._coalesced.pop(id(group), []))
 
     def waited(self, work: Any) -> None:
-        """Somebody has waited for this `Work`."""
-        held = self._under_way.pop(id(work), None)
+        """The program has waited for this `Work`."""
+        held = self._in_flight.pop(id(work), None)
         if held is not None:
             self._complete(held[1])
 
@@ -143,10 +157,10 @@ class Wire:
             self._complete(exchanges)
         elif exchanges:
             key = id(work)
-            # A weak reference: to keep a `Work` would keep its tensors and streams.
-            gone = weakref.ref(work, lambda _: self._under_way.pop(key, None))
-            before = self._under_way.get(key)
-            self._under_way[key] = (gone, [*(before[1] if before else []), *exchanges])
+            # A weak reference: a `Work` would keep its tensors and streams alive.
+            gone = weakref.ref(work, lambda _: self._in_flight.pop(key, None))
+            before = self._in_flight.get(key)
+            self._in_flight[key] = (gone, [*(before[1] if before else []), *exchanges])
 
     def _complete(self, exchanges: Sequence[Exchange]) -> None:
         for exchange in exchanges:
@@ -155,4 +169,4 @@ class Wire:
                     listener.completed(exchange, token)
 
 
-WIRE = Wire()
+COMM_BUS = CommBus()

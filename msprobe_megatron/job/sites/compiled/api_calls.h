@@ -5,7 +5,7 @@
 // compiles the backward, which then takes no hooks but those of Python, every call is left to Python whole.
 
 #pragma once
-#include "look_nodes.h"
+#include "autograd_nodes.h"
 
 namespace {
 
@@ -26,6 +26,7 @@ struct Spot {
 struct Entry {
     Ref module, api, call;  // None: not wanted
     std::vector<Spot> inputs, outputs;
+    bool partly_read = false;
 };
 
 // Where a tensor of a call is told of; `kind`: INPUTS, OUTPUTS or the gradients of either.
@@ -54,7 +55,7 @@ int see_items(Calls* self, Entry& entry, CallName kind, const Items& items, PyOb
         Ref place = place_of(self, entry, kind, item.path.object), see = self->see;
         if (!place) return -1;
         PyObject* type = (PyObject*)Py_TYPE(item.tensor.object);
-        Shown x{impl_of(&self->eye, item.tensor.object), item.tensor};
+        Shown x{impl_of(&self->context, item.tensor.object), item.tensor};
         if (!x.impl) return -1;
         if (type == self->tensor || type == self->parameter) {
             if (see_value(see.object, place.object, x, microbatch, phase, type == self->parameter) < 0) return -1;
@@ -104,6 +105,34 @@ int find_arguments(Calls* self, PyObject* args, PyObject* kwargs, Items& found) 
     return 0;
 }
 
+// Whether the call comes from a file that handles states of generators, as in arguments.py.
+bool called_by_keeper() {
+    Ref frame = (PyObject*)PyEval_GetFrame();
+    for (int n = 0; frame && n < 8; n++) {
+        auto* at = (PyFrameObject*)frame.object;
+        Ref code = Ref::stolen((PyObject*)PyFrame_GetCode(at));
+        const char* name = PyUnicode_AsUTF8(((PyCodeObject*)code.object)->co_filename);
+        if (!name) return PyErr_Clear(), false;
+        std::string file(name);
+        auto ends = [&](const char* end) {
+            std::string tail(end);
+            return file.size() >= tail.size() && !file.compare(file.size() - tail.size(), tail.size(), tail);
+        };
+        if (!ends("torch/_tensor.py") && !ends("torch/overrides.py") && !ends("/job/sites/calls/api.py"))
+            return ends("/random.py");
+        frame = Ref::stolen((PyObject*)PyFrame_GetBack(at));
+    }
+    return false;
+}
+
+// A state of a generator, or a comparison of two: bookkeeping of the host, as in arguments.py.
+bool is_generator_state(const c10::TensorImpl* impl) {
+    auto type = impl->dtype().toScalarType();
+    if ((type != c10::kByte && type != c10::kBool) || !impl->is_cpu() || impl->layout() != c10::kStrided) return false;
+    if (impl->dim() > 1) return false;
+    return (impl->dim() == 1 && impl->numel() == 5056) || called_by_keeper();
+}
+
 int find_results(Calls* self, PyObject* result, Items& found) {
     PyObject* type = (PyObject*)Py_TYPE(result);
     if (type == self->tensor) return found.push_back({self->no_path, result}), 0;
@@ -128,9 +157,34 @@ Entry* entry_of(Calls* self, PyObject* module, PyObject* chunk, PyObject* api, l
     if (found != self->entries->end()) return found->second.get();
     Ref call = Ref::stolen(PyObject_CallFunction(self->helpers[NEW_CALL], "OOOl", module, chunk, api, number));
     if (!call) return nullptr;
+    int partly_read = 0;
+    if (call.object != Py_None) {
+        Ref flag = Ref::stolen(PyObject_GetAttr(call.object, self->names[PARTLY_READ]));
+        if (!flag || (partly_read = PyObject_IsTrue(flag.object)) < 0) return nullptr;
+    }
     auto& entry = (*self->entries)[key];  // Python ran, perhaps in another thread for the same call
-    if (!entry) entry = std::unique_ptr<Entry>(new Entry{module, api, call});
+    if (!entry) entry = std::unique_ptr<Entry>(new Entry{module, api, call, {}, {}, partly_read > 0});
     return entry.get();
+}
+
+// Drops the arguments that the call does not read: their values mean nothing.
+int drop_unread(Calls* self, Entry& entry, PyObject* args, PyObject* kwargs, Items& found) {
+    Ref unread = Ref::stolen(PyObject_CallFunctionObjArgs(self->helpers[UNREAD], entry.call.object, args,
+                                                          kwargs ? kwargs : Py_None, nullptr));
+    if (!unread || !PyTuple_Check(unread.object)) return unread ? (PyErr_BadInternalCall(), -1) : -1;
+    for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(unread.object); n++) {
+        const char* path = PyUnicode_AsUTF8(PyTuple_GET_ITEM(unread.object, n));
+        if (!path) return -1;
+        std::string whole(path), inside = whole + ".";
+        Items kept;
+        for (auto& item : found) {
+            const char* own = PyUnicode_AsUTF8(item.path.object);
+            if (!own) return -1;
+            if (whole != own && std::string(own).compare(0, inside.size(), inside)) kept.push_back(item);
+        }
+        found = std::move(kept);
+    }
+    return 0;
 }
 
 // What is kept of a call while it runs.
@@ -146,6 +200,11 @@ int before(Calls* self, PyObject* api, PyObject* args, PyObject* kwargs, Pending
     Items found;
     if (find_arguments(self, args, kwargs, found) < 0) return -1;
     if (found.empty()) return 0;
+    for (auto& item : found) {
+        auto* impl = impl_of(&self->context, item.tensor.object);
+        if (!impl) return -1;
+        if (is_generator_state(impl)) return 0;
+    }
     Ref stack = Ref::stolen(PyObject_GetAttr(self->helpers[HERE], self->names[STACK]));
     if (!stack || !PyList_Check(stack.object)) return stack ? (PyErr_BadInternalCall(), -1) : -1;
     Py_ssize_t height = PyList_GET_SIZE(stack.object);
@@ -161,11 +220,14 @@ int before(Calls* self, PyObject* api, PyObject* args, PyObject* kwargs, Pending
     if (!next || PyDict_SetItem(counts, api, next.object) < 0) return -1;
     Entry* entry = entry_of(self, module, chunk, api, number);
     if (!entry || entry->call.object == Py_None) return entry ? 0 : -1;
+    if ((entry->partly_read || (kwargs && PyDict_GetItemWithError(kwargs, self->names[OUT]))) &&
+        drop_unread(self, *entry, args, kwargs, found) < 0)
+        return -1;
     if (self->inputs && see_items(self, *entry, INPUTS, found, moment, phase) < 0) return -1;
     // Before the call: in place, it moves what it changes to a node of its own.
     if (self->input_gradients && c10::GradMode::is_enabled())
         for (auto& item : found) {
-            auto* impl = impl_of(&self->eye, item.tensor.object);
+            auto* impl = impl_of(&self->context, item.tensor.object);
             if (!impl) return -1;
             if (!impl->requires_grad()) continue;
             auto tensor = tensor_of(impl);
@@ -203,7 +265,7 @@ int hook_in_python(Calls* self, PyObject* tensor, const Arrived& arrived) {
 int watch_gradients(Calls* self, Entry& entry, PyObject* moment, const Pending& pending, const Items& outputs) {
     c10::SmallVector<Given, 2> given;
     for (auto& item : outputs) {
-        auto* impl = impl_of(&self->eye, item.tensor.object);
+        auto* impl = impl_of(&self->context, item.tensor.object);
         if (!impl) return -1;
         auto tensor = tensor_of(impl);
         NodeRef node = tensor.grad_fn();
@@ -316,110 +378,6 @@ PyObject* calls_run(Calls* self, PyObject* given) {
     PyUnicode_InternInPlace(&api);
     Ref name = Ref::stolen(api);
     return run(self, api, function, args, kwargs, inside);
-}
-
-int calls_traverse(Calls* self, visitproc visit, void* arg) {
-    Py_VISIT(self->see);
-    for (PyObject* one : self->helpers) Py_VISIT(one);
-    if (self->entries)
-        for (auto& one : *self->entries) {
-            Py_VISIT(one.second->call.object);
-            for (auto* spots : {&one.second->inputs, &one.second->outputs})
-                for (auto& spot : *spots)
-                    for (PyObject* place : {spot.value.object, spot.gradient.object}) Py_VISIT(place);
-        }
-    return 0;
-}
-
-int calls_clear(Calls* self) {
-    self->active = 0;
-    Py_CLEAR(self->see);
-    for (PyObject*& one : self->helpers) Py_CLEAR(one);
-    if (self->entries) {
-        auto entries = std::move(*self->entries);
-        self->entries->clear();
-    }
-    return 0;
-}
-
-void calls_free(Calls* self) {
-    PyObject_GC_UnTrack(self);
-    calls_clear(self);
-    for (PyObject* one : {self->tensor, self->parameter, self->no_path, self->outside, self->backward,
-                          self->about_gradients, self->eye.cdata})
-        Py_XDECREF(one);
-    for (PyObject* name : self->names) Py_XDECREF(name);
-    for (PyObject* path : self->paths) Py_XDECREF(path);
-    delete self->holding;
-    delete self->entries;
-    Py_TYPE(self)->tp_free((PyObject*)self);
-}
-
-// see; a tuple of the helpers in their order; class of tensors, class of parameters, a tensor; what calls outside of all
-// modules are told under; inputs, outputs, and gradients of each.
-int calls_init(Calls* self, PyObject* args, PyObject*) {
-    PyObject *see, *helpers, *tensor, *parameter, *sample, *outside;
-    int inputs, outputs, input_gradients, output_gradients;
-    if (!PyArg_ParseTuple(args, "OO!OOOUpppp", &see, &PyTuple_Type, &helpers, &tensor, &parameter, &sample, &outside,
-                          &inputs, &outputs, &input_gradients, &output_gradients))
-        return -1;
-    if (PyTuple_GET_SIZE(helpers) != HELPERS || !PyDict_Check(PyTuple_GET_ITEM(helpers, KNOWN_NAMES)))
-        return PyErr_SetString(PyExc_TypeError, "Calls() takes other helpers"), -1;
-    for (int n = 0; n < CALL_NAMES; n++)
-        if (!(self->names[n] = PyUnicode_InternFromString(CALL_NAME[n]))) return -1;
-    for (Py_ssize_t n = 0; n < MOST_RESULTS; n++)
-        if (!(self->paths[n] = PyUnicode_FromFormat("%zd", n))) return -1;
-    self->call = calls_call;
-    self->no_path = PyUnicode_InternFromString("");
-    self->backward = PyUnicode_InternFromString("backward");
-    self->about_gradients = PyUnicode_InternFromString("gradients of an API call");
-    self->eye.cdata = PyUnicode_InternFromString("_cdata");
-    self->holding = new Holding();
-    self->entries = new std::unordered_map<EntryKey, std::unique_ptr<Entry>, EntryHash>();
-    for (int n = 0; n < HELPERS; n++) self->helpers[n] = Py_NewRef(PyTuple_GET_ITEM(helpers, n));
-    self->see = Py_NewRef(see);
-    self->tensor = Py_NewRef(tensor);
-    self->parameter = Py_NewRef(parameter);
-    self->outside = Py_NewRef(outside);
-    self->inputs = inputs;
-    self->outputs = outputs;
-    self->input_gradients = input_gradients;
-    self->output_gradients = output_gradients;
-    auto* impl = impl_of(&self->eye, sample);
-    self->eye.direct = impl && *reinterpret_cast<c10::TensorImpl**>(sample + 1) == impl;
-    return impl ? 0 : -1;
-}
-
-PyObject* calls_known(Calls* self, PyObject*) { return PyLong_FromSize_t(self->entries->size()); }
-
-PyMethodDef calls_methods[] = {
-    {"known", (PyCFunction)calls_known, METH_NOARGS, "How many numbered calls have been met so far."},
-    {"run", (PyCFunction)calls_run, METH_VARARGS, "Run a call that does not come by the mode, and tell of it."},
-    {nullptr, nullptr, 0, nullptr},
-};
-PyMemberDef calls_members[] = {
-    {"active", T_BOOL, offsetof(Calls, active), 0, "Whether calls are told of."},
-    {"traced", T_BOOL, offsetof(Calls, traced), 0, "Whether calls are left to Python."},
-    {"inside", T_LONG, offsetof(Calls, inside), 0, "How many recorded calls this is inside of."},
-    {"round", T_LONGLONG, offsetof(Calls, round), 0, "Number of the recorded step."},
-    {"fired", T_LONGLONG, offsetof(Calls, fired), 0, "How many calls were told of."},
-    {"see", T_OBJECT_EX, offsetof(Calls, see), 0, "Who is told of a tensor."},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-void describe_calls() {
-    calls_type.tp_name = "msprobe_look.Calls";
-    calls_type.tp_basicsize = sizeof(Calls);
-    calls_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL;
-    calls_type.tp_vectorcall_offset = offsetof(Calls, call);
-    calls_type.tp_call = PyVectorcall_Call;
-    calls_type.tp_new = PyType_GenericNew;
-    calls_type.tp_init = (initproc)calls_init;
-    calls_type.tp_dealloc = (destructor)calls_free;
-    calls_type.tp_traverse = (traverseproc)calls_traverse;
-    calls_type.tp_clear = (inquiry)calls_clear;
-    calls_type.tp_methods = calls_methods;
-    calls_type.tp_members = calls_members;
 }
 
 }  // namespace

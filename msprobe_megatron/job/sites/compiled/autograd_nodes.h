@@ -1,11 +1,11 @@
 // The gradients of an API call: which nodes it made, by which of them the gradients of its inputs go, and the hooks that
-// meet them there. What sites/api_edges.py and sites/api_gradients.py do in Python.
+// meet them there. The Python version is `links`, `Shares` and `_NodeHook` in sites/calls/api.py.
 //
 // Nothing is inserted into the graph. A hook is of the autograd engine's own kind: no object of Python for each call that
 // the garbage collector visits again and again.
 
 #pragma once
-#include "look_hooks.h"
+#include "module_hooks.h"
 
 #include <ATen/SequenceNumber.h>
 #include <c10/util/SmallVector.h>
@@ -20,11 +20,7 @@ using torch::autograd::Node;
 using torch::autograd::variable_list;
 // A shared or an intrusive pointer, by the release of torch.
 typedef std::decay_t<decltype(std::declval<const at::TensorBase&>().grad_fn())> NodeRef;
-constexpr size_t MOST_NODES = 256;  // as in api_edges.py
-
-at::Tensor tensor_of(c10::TensorImpl* impl) {
-    return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
-}
+constexpr size_t MOST_NODES = 256;  // as in sites/calls/api.py
 
 // An input that a gradient may come for, with what it hung on before the call, which may change that.
 struct Source {
@@ -77,7 +73,7 @@ Ways find_ways(const Nodes& roots, const Sources& sources, uint64_t since) {
     return found;
 }
 
-struct Entry;  // of look_calls.h
+struct Entry;  // of api_calls.h
 struct EntryKey {
     PyObject *module, *api;
     long chunk, number;
@@ -94,10 +90,11 @@ struct EntryHash {
     }
 };
 
-enum CallName { STACK, INPUTS, OUTPUTS, INPUT_GRADIENTS, OUTPUT_GRADIENTS, GRAD_FN, ADD, TIME, CALL_NAMES };
+enum CallName { STACK, INPUTS, OUTPUTS, INPUT_GRADIENTS, OUTPUT_GRADIENTS, GRAD_FN, ADD, TIME, PARTLY_READ, OUT,
+                CALL_NAMES };
 const char* const CALL_NAME[] = {"stack",   "inputs", "outputs", "input_gradients", "output_gradients",
-                                 "grad_fn", "add",    "backward_moment"};
-enum Helper { CLOCK, FAULT, KNOWN_NAMES, HERE, OUTSIDE, NEW_CALL, FIND, MAY_HOLD, SHARES, HOOK, SLOW, HELPERS };
+                                 "grad_fn", "add",    "backward_moment", "partly_read",    "out"};
+enum Helper { CLOCK, FAULT, KNOWN_NAMES, HERE, OUTSIDE, NEW_CALL, UNREAD, FIND, MAY_HOLD, SHARES, HOOK, SLOW, HELPERS };
 
 // What sees the API calls of a site, and what its hooks share.
 struct Calls {
@@ -110,7 +107,7 @@ struct Calls {
     PyObject *paths[MOST_RESULTS], *no_path, *outside, *backward, *about_gradients;
     Holding* holding;
     std::unordered_map<EntryKey, std::unique_ptr<Entry>, EntryHash>* entries;
-    Eye eye;  // only to find the pointer of a tensor
+    MeasureContext context;  // only to find the pointer of a tensor
 };
 
 // Runs our own work; what C++ throws is an error of Python like any other.
@@ -166,7 +163,7 @@ struct Arrived final : torch::autograd::FunctionPostHook {
         Ref sum = Ref::stolen(PyObject_CallMethodObjArgs(cell.shares, calls->names[ADD], given.object, nullptr));
         if (!sum || sum.object == Py_None) return sum ? 0 : -1;
         Ref see = calls->see;
-        Shown x{impl_of(&calls->eye, sum.object), sum};
+        Shown x{impl_of(&calls->context, sum.object), sum};
         return x.impl ? see_value(see.object, cell.place, x, microbatch, calls->backward) : -1;
     }
 

@@ -1,9 +1,10 @@
-// The compiled look at tensors: which one it is (look_tensors.h), its row (look_rows.h), and the hooks of modules and
-// gradients that lead to it (look_hooks.h).
+// The compiled look at tensors: which one it is (tensor_cache.h), its row (row_writer.h), and the hooks of modules and
+// gradients that lead to it (module_hooks.h).
 //
 // Compiled by build.py against the headers of the torch and the Python that are running, and only used with them.
 
-#include "look_calls.h"
+#include "api_calls_type.h"
+#include "module_hooks_type.h"
 
 #include <string.h>
 
@@ -11,58 +12,61 @@ namespace {
 
 PyTypeObject counter_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-PyObject* see(Look* self, PyObject* x) {
-    Eye* eye = self->eye;
-    if ((PyObject*)Py_TYPE(x) != eye->tensor && (PyObject*)Py_TYPE(x) != eye->parameter) return PyLong_FromLong(NOT_MINE);
-    auto* impl = impl_of(eye, x);
-    if (!impl) return PyErr_Occurred() ? nullptr : PyLong_FromLong(NOT_MINE);
+PyObject* see(TensorCache* self, PyObject* x) {
+    MeasureContext* context = self->context;
+    if ((PyObject*)Py_TYPE(x) != context->tensor && (PyObject*)Py_TYPE(x) != context->parameter) return PyLong_FromLong(UNSUPPORTED);
+    auto* impl = impl_of(context, x);
+    if (!impl) return PyErr_Occurred() ? nullptr : PyLong_FromLong(UNSUPPORTED);
     long slot = slot_of(self, impl);
     return slot == -1 && PyErr_Occurred() ? nullptr : PyLong_FromLong(slot);
 }
 
-PyObject* forget(Look* self, PyObject*) {
+PyObject* forget(TensorCache* self, PyObject*) {
     self->memory->clear();
     Py_RETURN_NONE;
 }
 
-PyObject* storages(Look* self, PyObject*) { return PyLong_FromSize_t(self->memory->held.size()); }
+PyObject* storages(TensorCache* self, PyObject*) { return PyLong_FromSize_t(self->memory->held.size()); }
 
-Py_ssize_t length(PyObject* self) { return (Py_ssize_t)((Look*)self)->memory->slots.size(); }
+Py_ssize_t length(PyObject* self) { return (Py_ssize_t)((TensorCache*)self)->memory->slots.size(); }
 
-int look_init(Look* self, PyObject* args, PyObject*) {
-    PyObject* eye;
-    if (!PyArg_ParseTuple(args, "O", &eye)) return -1;
-    Py_INCREF(eye);
-    self->eye = (Eye*)eye;
-    self->memory = new Memory(self->eye->pool);
+int look_init(TensorCache* self, PyObject* args, PyObject*) {
+    PyObject* context;
+    if (!PyArg_ParseTuple(args, "O", &context)) return -1;
+    Py_INCREF(context);
+    self->context = (MeasureContext*)context;
+    self->memory = new Memory(self->context->pool);
     return 0;
 }
 
-void look_free(Look* self) {
+void look_free(TensorCache* self) {
     delete self->memory;
-    Py_XDECREF((PyObject*)self->eye);
+    Py_XDECREF((PyObject*)self->context);
     Py_TYPE(self)->tp_free((PyObject*)self);
 }
 
-// The counter, `grow`, addresses of the slots, addresses of msprobe_stats, msprobe_strided and msprobe_measure, class of tensors, class
-// of parameters, and for each dtype a tensor of it, its code in kernel.cpp and the address of its table of values; and who
-// owns those tables.
-int eye_init(Eye* self, PyObject* args, PyObject*) {
-    PyObject *counter, *grow, *addresses, *stats, *strided, *measure, *tensor, *parameter, *samples, *keep;
-    if (!PyArg_ParseTuple(args, "O!OO!OOOOOO!O", &counter_type, &counter, &grow, &PyList_Type, &addresses, &stats, &strided, &measure, &tensor,
-                          &parameter, &PyList_Type, &samples, &keep))
+// The counter, `grow`, the slots (addresses in host memory, else tensors), addresses of msprobe_stats, msprobe_strided and
+// msprobe_measure, class of tensors, class of parameters, for each dtype a tensor of it, its code in the kernel and the
+// address of its table of values, and who owns those tables; for a device a tensor of it, and whether floats of the slots
+// are float64.
+int eye_init(MeasureContext* self, PyObject* args, PyObject*) {
+    PyObject *counter, *grow, *slots, *stats, *strided, *measure, *tensor, *parameter, *samples, *keep;
+    PyObject* there = nullptr;
+    int wide = 0;
+    if (!PyArg_ParseTuple(args, "O!OO!OOOOOO!O|Op", &counter_type, &counter, &grow, &PyList_Type, &slots, &stats, &strided,
+                          &measure, &tensor, &parameter, &PyList_Type, &samples, &keep, &there, &wide))
         return -1;
     self->stats = (Stats)PyLong_AsVoidPtr(stats);
     self->strided = (Strided)PyLong_AsVoidPtr(strided);
     self->measure = (Measure)PyLong_AsVoidPtr(measure);
     self->cdata = PyUnicode_InternFromString("_cdata");
     if (!self->stats || !self->strided || !self->measure || !self->cdata) return -1;
-    for (PyObject* one : {counter, grow, addresses, tensor, parameter, keep}) Py_INCREF(one);
+    for (PyObject* one : {counter, grow, slots, tensor, parameter, keep}) Py_INCREF(one);
     self->pool = new std::pmr::unsynchronized_pool_resource();
     self->places = new std::unordered_map<PyObject*, Common>();
     self->counter = (Counter*)counter;
     self->grow = grow;
-    self->addresses = addresses;
+    self->slots = slots;
     self->tensor = tensor;
     self->parameter = parameter;
     self->keep = keep;
@@ -79,12 +83,22 @@ int eye_init(Eye* self, PyObject* args, PyObject*) {
         direct = direct && *reinterpret_cast<c10::TensorImpl**>(sample + 1) == impl;
     }
     self->direct = direct && PyList_Size(samples);
+    if (!there) return 0;
+    auto* on = impl_of(self, there);
+    if (!on) return -1;
+    try {
+        self->device = new DeviceSlots(on->device(), wide);
+    } catch (const std::exception& error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+        return -1;
+    }
     return 0;
 }
 
-void eye_free(Eye* self) {
-    for (PyObject* one : {(PyObject*)self->counter, self->grow, self->addresses, self->tensor, self->parameter, self->cdata, self->keep})
+void eye_free(MeasureContext* self) {
+    for (PyObject* one : {(PyObject*)self->counter, self->grow, self->slots, self->tensor, self->parameter, self->cdata, self->keep})
         Py_XDECREF(one);
+    delete self->device;
     delete self->places;
     delete self->pool;
     Py_TYPE(self)->tp_free((PyObject*)self);
@@ -108,27 +122,27 @@ PyMethodDef look_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 PySequenceMethods look_sequence = {length};
-PyTypeObject eye_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "msprobe_look", nullptr, -1, nullptr};
+PyTypeObject context_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "msprobe_hooks", nullptr, -1, nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_msprobe_look(void) {
-    eye_type.tp_name = "msprobe_look.Eye";
-    eye_type.tp_basicsize = sizeof(Eye);
-    eye_type.tp_flags = Py_TPFLAGS_DEFAULT;
-    eye_type.tp_new = PyType_GenericNew;
-    eye_type.tp_init = (initproc)eye_init;
-    eye_type.tp_dealloc = (destructor)eye_free;
-    look_type.tp_name = "msprobe_look.Look";
-    look_type.tp_basicsize = sizeof(Look);
-    look_type.tp_flags = Py_TPFLAGS_DEFAULT;
-    look_type.tp_new = PyType_GenericNew;
-    look_type.tp_init = (initproc)look_init;
-    look_type.tp_dealloc = (destructor)look_free;
-    look_type.tp_methods = look_methods;
-    look_type.tp_as_sequence = &look_sequence;
-    counter_type.tp_name = "msprobe_look.Counter";
+PyMODINIT_FUNC PyInit_msprobe_hooks(void) {
+    context_type.tp_name = "msprobe_hooks.MeasureContext";
+    context_type.tp_basicsize = sizeof(MeasureContext);
+    context_type.tp_flags = Py_TPFLAGS_DEFAULT;
+    context_type.tp_new = PyType_GenericNew;
+    context_type.tp_init = (initproc)eye_init;
+    context_type.tp_dealloc = (destructor)eye_free;
+    cache_type.tp_name = "msprobe_hooks.TensorCache";
+    cache_type.tp_basicsize = sizeof(TensorCache);
+    cache_type.tp_flags = Py_TPFLAGS_DEFAULT;
+    cache_type.tp_new = PyType_GenericNew;
+    cache_type.tp_init = (initproc)look_init;
+    cache_type.tp_dealloc = (destructor)look_free;
+    cache_type.tp_methods = look_methods;
+    cache_type.tp_as_sequence = &look_sequence;
+    counter_type.tp_name = "msprobe_hooks.Counter";
     counter_type.tp_basicsize = sizeof(Counter);
     counter_type.tp_flags = Py_TPFLAGS_DEFAULT;
     counter_type.tp_new = PyType_GenericNew;
@@ -140,7 +154,7 @@ PyMODINIT_FUNC PyInit_msprobe_look(void) {
     describe_calls();
     PyObject* module = PyModule_Create(&definition);
     if (!module) return nullptr;
-    for (auto* type : {&counter_type, &eye_type, &look_type, &pen_type, &watch_type, &hook_type, &calls_type}) {
+    for (auto* type : {&counter_type, &context_type, &cache_type, &writer_type, &watch_type, &hook_type, &calls_type}) {
         if (PyType_Ready(type) < 0) return nullptr;
         Py_INCREF(type);
         if (PyModule_AddObject(module, strchr(type->tp_name, '.') + 1, (PyObject*)type) < 0) return nullptr;

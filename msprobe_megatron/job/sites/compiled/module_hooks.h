@@ -6,7 +6,7 @@
 // Python, and leaves, get one of Python.
 
 #pragma once
-#include "look_rows.h"
+#include "row_writer.h"
 
 #define PYBIND11_SIMPLE_GIL_MANAGEMENT
 #include <pybind11/pybind11.h>
@@ -30,12 +30,13 @@ typedef std::unordered_map<PyTypeObject*, std::pair<Ref, bool>> Holding;
 struct Watch {
     PyObject_HEAD
     char active, stacks, inputs, outputs, input_gradients, output_gradients;
+    char biases;  // parameters among the results get a row of their value
     char traced;  // the backward is compiled by torch, which knows hooks of Python only
     long long round;  // gradients of an earlier one are ignored
     PyObject *clock, *see, *fault, *gradient_fault, *may_hold, *await, *see_gradient, *tensor, *parameter;
     PyObject *names[NAMES_USED], *forward, *recompute, *backward, *paths[MOST_RESULTS], *no_path;
     Holding* holding;
-    Eye eye;  // only to find the pointer of a tensor
+    MeasureContext context;  // only to find the pointer of a tensor
 };
 
 // The two rows that a tensor of a module can have.
@@ -54,9 +55,9 @@ struct Hook {
 };
 
 
-// Tells `see`, directly if it is a pen; `weight`: the tensor is a parameter.
+// Tells `see`, directly if it is a writer; `weight`: the tensor is a parameter.
 int see_value(PyObject* see, PyObject* place, Shown& x, PyObject* microbatch, PyObject* phase, bool weight = false) {
-    if (Py_TYPE(see) == &pen_type) return note((Pen*)see, place, x, weight, microbatch, phase);
+    if (Py_TYPE(see) == &writer_type) return note((RowWriter*)see, place, x, weight, microbatch, phase);
     PyObject* shown = x.get();
     if (!shown) return -1;
     Ref done = Ref::stolen(PyObject_CallFunctionObjArgs(see, place, shown, microbatch, phase, nullptr));
@@ -167,18 +168,20 @@ const Rows* rows_of(Hook* self, PyObject* path) {
     return &self->known->back();
 }
 
-int see_tensor(Hook* self, PyObject* path, PyObject* value, PyObject* phase, PyObject* moment) {
+int see_tensor(Hook* self, PyObject* path, PyObject* value, PyObject* phase, PyObject* moment, bool weight = false) {
     Watch* watch = self->watch;
     const Rows* found = rows_of(self, path);
     if (!found) return -1;
     if (found->absent) return 0;
     Rows rows = *found;  // what is called below may add to the vector
-    Shown x{impl_of(&watch->eye, value), value};
+    Shown x{impl_of(&watch->context, value), value};
     PyObject* microbatch = PyTuple_GetItem(moment, 0);
     if (!x.impl || !microbatch) return -1;
     bool values = self->after ? watch->outputs : watch->inputs;
     bool gradients = self->after ? watch->output_gradients : watch->input_gradients;
-    if (values && rows.see_value && see_value(watch->see, rows.value.object, x, microbatch, phase) < 0) return -1;
+    if (values && rows.see_value && see_value(watch->see, rows.value.object, x, microbatch, phase, weight) < 0)
+        return -1;
+    if (weight) return 0;  // its gradient is the reduced one
     // Under no_grad (the first pass of a checkpoint) the gradient will come through the recomputed tensor.
     if (gradients && rows.see_gradient && c10::GradMode::is_enabled() && x.impl->requires_grad())
         return await_gradient(watch, x, rows.gradient.object, moment);
@@ -196,6 +199,14 @@ int calling(Watch* self, Ref& phase, Ref& moment) {
     return moment ? 0 : -1;
 }
 
+// Whether a gradient may come through another tensor: one enters a checkpoint here, or its recomputation.
+bool at_checkpoint(Watch* self, PyObject* value) {
+    c10::TensorImpl* impl = impl_of(&self->context, value);
+    if (!impl || !impl->requires_grad()) return false;
+    at::TensorBase tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
+    return !c10::GradMode::is_enabled() || tensor.is_leaf();
+}
+
 // 1: done; 0: for Python; -1: an error is set.
 int before(Hook* self, PyObject* args, PyObject* kwargs) {
     Watch* watch = self->watch;
@@ -208,10 +219,12 @@ int before(Hook* self, PyObject* args, PyObject* kwargs) {
             int kind = kind_of(watch, PyTuple_GET_ITEM(args, n));
             if (kind < 0 || kind == 2) return kind < 0 ? -1 : 0;
             if (kind == 1 && n >= PyTuple_GET_SIZE(self->parameters)) return 0;
+            if (kind == 1 && watch->input_gradients && at_checkpoint(watch, PyTuple_GET_ITEM(args, n))) return 0;
         }
         while (PyDict_Next(kwargs, &at, &name, &value)) {
             int kind = kind_of(watch, value);
             if (kind < 0 || kind == 2) return kind < 0 ? -1 : 0;
+            if (kind == 1 && watch->input_gradients && at_checkpoint(watch, value)) return 0;
         }
     }
     Ref phase, moment;
@@ -261,8 +274,9 @@ int after(Hook* self, PyObject* output) {
     if (call) return 0;
     if (!many) return see_tensor(self, watch->no_path, output, phase, moment) < 0 ? -1 : 1;
     for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(output); n++) {
-        PyObject* value = PyTuple_GET_ITEM(output, n);
-        if ((PyObject*)Py_TYPE(value) == watch->tensor && see_tensor(self, watch->paths[n], value, phase, moment) < 0)
+        PyObject *value = PyTuple_GET_ITEM(output, n), *type = (PyObject*)Py_TYPE(value);
+        bool weight = watch->biases && type == watch->parameter;
+        if ((weight || type == watch->tensor) && see_tensor(self, watch->paths[n], value, phase, moment, weight) < 0)
             return -1;
     }
     return 1;
@@ -288,155 +302,6 @@ PyObject* hook_call(PyObject* hook, PyObject* const* args, size_t nargsf, PyObje
     PyObject* answer = PyObject_Vectorcall(self->slow, args, nargsf, names);
     if (answer) self->stacked = 1;
     return answer;
-}
-
-int hook_traverse(Hook* self, visitproc visit, void* arg) {
-    for (PyObject* one : {(PyObject*)self->watch, self->watched, self->slow, self->parameters, self->make, self->what})
-        Py_VISIT(one);
-    if (self->known)
-        for (auto& one : *self->known)
-            for (PyObject* ref : {one.value.object, one.gradient.object}) Py_VISIT(ref);
-    return 0;
-}
-
-int hook_clear(Hook* self) {
-    // The watch itself is needed as long as the hook can be called.
-    for (PyObject** one : {&self->watched, &self->slow, &self->parameters, &self->make, &self->what}) Py_CLEAR(*one);
-    if (self->known) self->known->clear();
-    return 0;
-}
-
-void hook_free(Hook* self) {
-    PyObject_GC_UnTrack(self);
-    hook_clear(self);
-    Py_CLEAR(self->watch);
-    delete self->known;
-    Py_TYPE(self)->tp_free((PyObject*)self);
-}
-
-// A copy of a module has the hooks of the original, as it has with functions.
-PyObject* hook_itself(PyObject* self, PyObject*) { return Py_NewRef(self); }
-
-// What is shared, the module's record, the hook in Python, names of the parameters, `make(path)`, what a fault is said to
-// be in, and whether it comes after the forward.
-int hook_init(Hook* self, PyObject* args, PyObject*) {
-    PyObject *watch, *watched, *slow, *parameters, *make, *what;
-    int is_after;
-    if (!PyArg_ParseTuple(args, "O!OOO!OUp", &watch_type, &watch, &watched, &slow, &PyTuple_Type, &parameters, &make,
-                          &what, &is_after))
-        return -1;
-    self->call = hook_call;
-    self->watch = (Watch*)Py_NewRef(watch);
-    self->watched = Py_NewRef(watched);
-    self->slow = Py_NewRef(slow);
-    self->parameters = Py_NewRef(parameters);
-    self->make = Py_NewRef(make);
-    self->what = Py_NewRef(what);
-    self->known = new std::vector<Rows>();
-    self->after = is_after;
-    self->stacked = is_after || !self->watch->stacks;
-    return 0;
-}
-
-int watch_traverse(Watch* self, visitproc visit, void* arg) {
-    for (PyObject* one : {self->clock, self->see, self->fault, self->gradient_fault, self->may_hold, self->await,
-                          self->see_gradient})
-        Py_VISIT(one);
-    return 0;
-}
-
-int watch_clear(Watch* self) {
-    self->active = 0;
-    for (PyObject** one : {&self->clock, &self->see, &self->fault, &self->gradient_fault, &self->may_hold, &self->await,
-                           &self->see_gradient})
-        Py_CLEAR(*one);
-    return 0;
-}
-
-void watch_free(Watch* self) {
-    PyObject_GC_UnTrack(self);
-    watch_clear(self);
-    for (PyObject* one : {self->tensor, self->parameter, self->forward, self->recompute, self->backward, self->no_path,
-                          self->eye.cdata})
-        Py_XDECREF(one);
-    for (PyObject* name : self->names) Py_XDECREF(name);
-    for (PyObject* path : self->paths) Py_XDECREF(path);
-    delete self->holding;
-    Py_TYPE(self)->tp_free((PyObject*)self);
-}
-
-// clock, see, fault, gradient_fault, may_hold, await, class of tensors, class of parameters, a tensor; stacks, inputs,
-// outputs, and gradients of each.
-int watch_init(Watch* self, PyObject* args, PyObject*) {
-    PyObject *clock, *see, *fault, *gradient_fault, *may_hold, *await, *tensor, *parameter, *sample;
-    int stacks, inputs, outputs, input_gradients, output_gradients;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOppppp", &clock, &see, &fault, &gradient_fault, &may_hold, &await, &tensor,
-                          &parameter, &sample, &stacks, &inputs, &outputs, &input_gradients, &output_gradients))
-        return -1;
-    for (int n = 0; n < NAMES_USED; n++)
-        if (!(self->names[n] = PyUnicode_InternFromString(NAMES[n]))) return -1;
-    for (Py_ssize_t n = 0; n < MOST_RESULTS; n++)
-        if (!(self->paths[n] = PyUnicode_FromFormat("%zd", n))) return -1;
-    self->forward = PyUnicode_InternFromString("forward");
-    self->recompute = PyUnicode_InternFromString("recompute");
-    self->backward = PyUnicode_InternFromString("backward");
-    self->no_path = PyUnicode_InternFromString("");
-    self->eye.cdata = PyUnicode_InternFromString("_cdata");
-    self->holding = new Holding();
-    self->clock = Py_NewRef(clock);
-    self->see = Py_NewRef(see);
-    self->fault = Py_NewRef(fault);
-    self->gradient_fault = Py_NewRef(gradient_fault);
-    self->may_hold = Py_NewRef(may_hold);
-    self->await = Py_NewRef(await);
-    self->see_gradient = Py_NewRef(Py_None);
-    self->tensor = Py_NewRef(tensor);
-    self->parameter = Py_NewRef(parameter);
-    self->stacks = stacks;
-    self->inputs = inputs;
-    self->outputs = outputs;
-    self->input_gradients = input_gradients;
-    self->output_gradients = output_gradients;
-    auto* impl = impl_of(&self->eye, sample);
-    self->eye.direct = impl && *reinterpret_cast<c10::TensorImpl**>(sample + 1) == impl;
-    return impl ? 0 : -1;
-}
-
-PyMethodDef hook_methods[] = {
-    {"__copy__", hook_itself, METH_NOARGS, nullptr},
-    {"__deepcopy__", hook_itself, METH_O, nullptr},
-    {nullptr, nullptr, 0, nullptr},
-};
-PyMemberDef watch_members[] = {
-    {"active", T_BOOL, offsetof(Watch, active), 0, "Whether hooks do anything."},
-    {"traced", T_BOOL, offsetof(Watch, traced), 0, "Whether gradients are met by hooks of Python."},
-    {"round", T_LONGLONG, offsetof(Watch, round), 0, "Number of the recorded step."},
-    {"see", T_OBJECT_EX, offsetof(Watch, see), 0, "Who is told of a tensor."},
-    {"see_gradient", T_OBJECT_EX, offsetof(Watch, see_gradient), 0, "What hooks of Python call with a gradient."},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-void describe_hooks() {
-    watch_type.tp_name = "msprobe_look.Watch";
-    watch_type.tp_basicsize = sizeof(Watch);
-    watch_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
-    watch_type.tp_new = PyType_GenericNew;
-    watch_type.tp_init = (initproc)watch_init;
-    watch_type.tp_dealloc = (destructor)watch_free;
-    watch_type.tp_traverse = (traverseproc)watch_traverse;
-    watch_type.tp_clear = (inquiry)watch_clear;
-    watch_type.tp_members = watch_members;
-    hook_type.tp_name = "msprobe_look.Hook";
-    hook_type.tp_basicsize = sizeof(Hook);
-    hook_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL;
-    hook_type.tp_vectorcall_offset = offsetof(Hook, call);
-    hook_type.tp_call = PyVectorcall_Call;
-    hook_type.tp_new = PyType_GenericNew;
-    hook_type.tp_init = (initproc)hook_init;
-    hook_type.tp_dealloc = (destructor)hook_free;
-    hook_type.tp_traverse = (traverseproc)hook_traverse;
-    hook_type.tp_clear = (inquiry)hook_clear;
-    hook_type.tp_methods = hook_methods;
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Which tensor is this, has it been measured, and if not, measure it: one call for what takes twenty in Python.
 //
-// Reads the fields of a tensor and changes none. The twin in Python is measure/once.py; what is not a plain strided
-// tensor of host memory is left to it. The interpreter's lock is held throughout.
+// Reads the fields of a tensor and changes none. The Python version is measure/once.py; what is not a plain strided
+// tensor of the memory that the slots are in, the host's or a device's, is left to it. The interpreter's lock is held
+// throughout.
 
 #pragma once
 #include <Python.h>
@@ -15,13 +16,16 @@
 #include <functional>
 #include <memory>
 #include <memory_resource>
+#include <string>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
+#include "device_slots.h"
+
 namespace {
 
-constexpr long NO_ROOM = -2, NOT_MINE = -3;
+constexpr long NO_ROOM = -2, UNSUPPORTED = -3;
 constexpr int MOST_DIMS = 16, MOST_TYPES = 128;
 constexpr size_t PRUNE_FROM = 4096;
 // Freed storages are looked for with every tensor, among the more the larger it is: to measure it takes longer.
@@ -58,12 +62,18 @@ struct Quiet {
     ~Quiet() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before); }
 };
 
-// The cells that the rows of a place have in common, and the shape and dtype for which they hold. Where elements are
-// numbered also how the kernel walks through them: for these strides, by a plan that `keep` keeps alive.
+// How the elements of a tensor are numbered, for its digest and sketch: by a plan of the kernel, which holds for its
+// strides, and on a device by number, with the cells of the sketch (0: digest only). Without cells they are not.
+struct Numbers {
+    int64_t numbering = 0, cells = -1;
+    const int64_t* plan = nullptr;
+};
+
+// The cells that the rows of a place have in common, and the shape, strides and dtype for which they hold; `keep` keeps
+// the plan alive.
 struct Common {
     Ref place, layout, dtype, extra, keep;
-    const int64_t* plan;
-    int64_t numbering;
+    Numbers numbers;
     c10::ScalarType type;
     std::vector<int64_t> sizes, strides;
 };
@@ -75,11 +85,12 @@ struct Counter {
 };
 
 // What all pages of a probe share.
-struct Eye {
+struct MeasureContext {
     PyObject_HEAD
     std::unordered_map<PyObject*, Common>* places;
     Counter* counter;
-    PyObject *grow, *addresses, *tensor, *parameter, *cdata, *keep;
+    PyObject *grow, *slots, *tensor, *parameter, *cdata, *keep;  // slots: their addresses, on a device their tensors
+    DeviceSlots* device;  // null: in host memory
     Stats stats;
     Strided strided;
     Measure measure;
@@ -163,16 +174,16 @@ struct Memory {
 };
 
 // What one step has seen.
-struct Look {
+struct TensorCache {
     PyObject_HEAD
-    Eye* eye;
+    MeasureContext* context;
     Memory* memory;
 };
 
 // The first word behind the head of the object is the pointer, where that was found to be so for every sample.
-c10::TensorImpl* impl_of(const Eye* eye, PyObject* x) {
-    if (eye->direct) return *reinterpret_cast<c10::TensorImpl**>(x + 1);
-    PyObject* number = PyObject_GetAttr(x, eye->cdata);
+c10::TensorImpl* impl_of(const MeasureContext* context, PyObject* x) {
+    if (context->direct) return *reinterpret_cast<c10::TensorImpl**>(x + 1);
+    PyObject* number = PyObject_GetAttr(x, context->cdata);
     if (!number) return nullptr;
     auto* found = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(number));
     Py_DECREF(number);
@@ -184,8 +195,9 @@ c10::ScalarType type_of(const c10::TensorImpl* x) {
     return type.toScalarType();
 }
 
-bool plain(c10::TensorImpl* x) {
-    return x->device_type() == c10::DeviceType::CPU && !x->key_set().has_any(ODD) && x->layout() == c10::kStrided &&
+bool plain(const MeasureContext* context, c10::TensorImpl* x) {
+    bool here = context->device ? x->device() == context->device->device : x->device_type() == c10::DeviceType::CPU;
+    return here && !x->key_set().has_any(ODD) && x->layout() == c10::kStrided &&
            x->has_storage() && !x->is_inference() && x->dim() <= MOST_DIMS;
 }
 
@@ -203,48 +215,58 @@ Key key_of(const c10::TensorImpl* x, int64_t storage, int64_t numbering, std::pm
     return Key(words, words + n, pool);
 }
 
+// Reads a tensor of host memory, whose type has a code, into the slot at an address.
+void read_into(const MeasureContext* context, c10::TensorImpl* impl, void* to, const int64_t* plan) {
+    auto type = (size_t)type_of(impl);
+    auto* values = (const void*)context->values[type];
+    // Looked up now: to make more room runs Python, and with it perhaps another thread.
+    auto* begin = static_cast<const char*>(impl->unsafe_storage().unsafeGetStorageImpl()->data());
+    begin += impl->storage_offset() * (int64_t)impl->itemsize();
+    // Statistics do not depend on the order: what fills its memory is read as it lies.
+    if (plan)
+        context->measure(begin, plan, to);
+    else if (impl->is_non_overlapping_and_dense())
+        context->stats(begin, impl->numel(), context->codes[type], values, to);
+    else
+        context->strided(begin, impl->dim(), impl->sizes().data(), impl->strides().data(), context->codes[type], values, to);
+}
+
 // The slot of a tensor: that in which it was measured before, or a new one; below zero no room, or not for us, and -1
-// with an error set what Python says. With a plan its elements are numbered, too.
-long slot_of(Look* self, c10::TensorImpl* impl, const int64_t* plan = nullptr, int64_t numbering = 0) {
-    Eye* eye = self->eye;
+// with an error set what Python says.
+long slot_of(TensorCache* self, c10::TensorImpl* impl, const Numbers& numbers = {}) {
+    MeasureContext* context = self->context;
     try {
-        if (!plain(impl)) return NOT_MINE;
+        if (!plain(context, impl)) return UNSUPPORTED;
         auto type = (size_t)type_of(impl);
-        if (type >= MOST_TYPES || eye->codes[type] < 0) return NOT_MINE;
+        if (type >= MOST_TYPES || context->codes[type] < 0) return UNSUPPORTED;
         auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-        auto* begin = static_cast<const char*>(storage->data());
-        if (!begin && impl->numel()) return NOT_MINE;
+        if (!storage->data() && impl->numel()) return UNSUPPORTED;
         Memory* memory = self->memory;
         memory->sweep(SWEEP + impl->numel() * impl->itemsize() / SWEEP_BYTES);
-        auto key = key_of(impl, memory->number_of(impl), numbering, eye->pool);
+        auto key = key_of(impl, memory->number_of(impl), numbers.numbering, context->pool);
         auto known = memory->slots.find(key);
         if (known != memory->slots.end()) return known->second;
-        long slot = eye->counter->next++;
-        if (slot >= PyList_GET_SIZE(eye->addresses)) {
-            Ref grown = Ref::stolen(PyObject_CallFunction(eye->grow, "l", slot));
+        long slot = context->counter->next++;
+        if (slot >= PyList_GET_SIZE(context->slots)) {
+            Ref grown = Ref::stolen(PyObject_CallFunction(context->grow, "l", slot));
             if (!grown) return -1;
             slot = PyLong_AsLong(grown.object);
             if (slot < 0) return PyErr_Occurred() ? -1 : NO_ROOM;
         }
-        PyObject* address = PyList_GetItem(eye->addresses, slot);
-        if (!address) return -1;
-        // More room is made by Python, and with it perhaps another thread ran: the memory is looked up once more.
-        begin = static_cast<const char*>(impl->unsafe_storage().unsafeGetStorageImpl()->data());
-        begin += impl->storage_offset() * (int64_t)impl->itemsize();
-        auto* values = (const void*)eye->values[type];
-        void* to = PyLong_AsVoidPtr(address);
-        // Statistics do not depend on the order: what fills its memory is read as it lies.
-        if (plan)
-            eye->measure(begin, plan, to);
-        else if (impl->is_non_overlapping_and_dense())
-            eye->stats(begin, impl->numel(), eye->codes[type], values, to);
-        else
-            eye->strided(begin, impl->dim(), impl->sizes().data(), impl->strides().data(), eye->codes[type], values, to);
+        Ref place = PyList_GetItem(context->slots, slot);
+        if (!place) return -1;
+        if (context->device) {
+            auto* row = impl_of(context, place.object);
+            if (!row) return -1;
+            context->device->measure(impl, row, numbers.cells, numbers.numbering);
+        } else {
+            read_into(context, impl, PyLong_AsVoidPtr(place.object), numbers.plan);
+        }
         if (memory->slots.size() >= memory->prune_at) memory->prune();
         memory->slots[std::move(key)] = slot;
         return slot;
     } catch (const std::exception&) {
-        return NOT_MINE;
+        return UNSUPPORTED;
     }
 }
 

@@ -1,25 +1,58 @@
-"""The two forward hooks of a module, set and taken away again on every recorded step.
+"""Setting hooks cheaply and removing them: on modules, and on the tensors whose gradients are awaited.
 
-The first time they are registered as usual; afterwards their entries go back under the same keys, which costs a tenth
-and makes no new objects. Where torch keeps its hooks elsewhere they are registered anew.
+Module hooks are registered as usual the first time; afterwards their entries go back under the same keys, which costs a
+tenth and allocates nothing. A tensor gets one hook, however many modules have a row of its gradient: the output of a
+module is also that of the module around it and the input of the next. It is entered where torch keeps the hooks of a
+tensor, without a handle to remove it: the handle would cost more than the hook. Where torch keeps its hooks elsewhere,
+both are registered as usual.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import nn
+
+from msprobe_megatron.job.clock import Moment
+from msprobe_megatron.job.sites.calls.arguments import untraced
+from msprobe_megatron.topology.shards import Place
+
+
+class Handle(Protocol):
+    """Something that was set on the model: a handle of torch, or `ModuleHooks`."""
+
+    def remove(self) -> None:
+        """Remove it."""
+
+
+class HookedSite:
+    """A site that sets hooks on the model: `_handles` are removed, and `_active` says whether hooks do anything."""
+
+    def __init__(self) -> None:
+        self._active = False
+        self._handles: list[Handle] = []
+
+    def pause(self) -> None:
+        """Ignore what the hooks see, and leave them in place."""
+        self._active = False
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._active = True
+
+    def remove(self) -> None:
+        """Remove all hooks. Safe to call twice."""
+        self._active = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
 
 class ModuleHooks:
-    """A hook before the forward and one after it, both with keyword arguments; `always`: after one that raises too.
-
-    Example::
-
-        hooks = ModuleHooks(module, before, after)
-        hooks.set(); ...; hooks.remove()
-    """
+    """A hook before and one after the forward of a module, with keyword arguments; `always`: also if it raises."""
 
     __slots__ = ("_after", "_always", "_before", "_handles", "_module")
 
@@ -30,7 +63,7 @@ class ModuleHooks:
         self._handles: tuple[Any, Any] | None = None
 
     def set(self) -> None:
-        """Set both; behind the hooks that others have set meanwhile."""
+        """Set both, after the hooks that others have set meanwhile."""
         module: Any = self._module
         if self._handles is not None:
             first, last = self._handles[0].id, self._handles[1].id
@@ -50,7 +83,7 @@ class ModuleHooks:
         )
 
     def remove(self) -> None:
-        """Take both away. Safe to call twice."""
+        """Remove both. Safe to call twice."""
         if self._handles is None:
             return
         module: Any = self._module
@@ -65,3 +98,47 @@ class ModuleHooks:
         except AttributeError:
             first.remove()
             last.remove()
+
+
+See = Callable[[Place, torch.Tensor, Moment], None]
+
+
+class GradientHook:
+    """The hook of one tensor: reports its gradient for every place that awaits it.
+
+    `see` is a function of the current step, so hooks of other steps or sites are never shared.
+    """
+
+    __slots__ = ("awaiting", "see")
+
+    def __init__(self, see: See, place: Place, moment: Moment) -> None:
+        self.see, self.awaiting = see, [(place, moment)]
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        """The gradient is complete."""
+        see = self.see
+        with untraced():
+            for place, moment in self.awaiting:
+                see(place, gradient, moment)
+
+
+def await_gradient(tensor: torch.Tensor, see: See, place: Place, moment: Moment) -> None:
+    """Call ``see(place, gradient, moment)`` once the gradient of ``tensor`` is complete; `see` must not raise."""
+    hooks: Any = tensor._backward_hooks
+    if hooks:
+        last = next(reversed(hooks.values()))
+        # A hook of the training code that was set later may replace the gradient: then a new one is needed.
+        if last.__class__ is GradientHook and last.see is see:
+            last.awaiting.append((place, moment))
+            return
+    hook = GradientHook(see, place, moment)
+    try:
+        if hooks is None:
+            node: Any = tensor.grad_fn
+            register = node._register_hook_dict if node is not None else None
+            hooks = tensor._backward_hooks = OrderedDict()
+            if register is not None:
+                register(tensor)
+        hooks[hook] = hook
+    except AttributeError:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]

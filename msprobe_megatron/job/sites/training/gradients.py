@@ -1,56 +1,37 @@
 """Site: gradients of weights, before and after they are reduced, and of single microbatches.
 
-Megatron keeps them in contiguous buckets, which are read as they lie: one pass a bucket, one segment a parameter.
-Everywhere else they are the gradients of the parameters.
+Megatron keeps them in contiguous buckets, which are read in place: one pass per bucket, one segment per parameter.
+Without buckets they are the `.grad` of the parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from msprobe_megatron.patching import PatchSet, declared
-from msprobe_megatron.probes.monitor import Reading
-from msprobe_megatron.sites.arguments import own_work
+from msprobe_megatron.job.patching.patch_set import PatchSet, declared
+from msprobe_megatron.job.sites.calls.arguments import untraced
+from msprobe_megatron.job.sites.module.hooks import HookedSite
+from msprobe_megatron.job.sites.sink import Reading, SeriesSink
 from msprobe_megatron.topology import names
 from msprobe_megatron.topology.coordinates import Coordinates
-from msprobe_megatron.topology.dtensors import local_part
-from msprobe_megatron.topology.grad_buffers import BucketSegments, Segment, buckets
-from msprobe_megatron.topology.parameters import parameter_spec
-from msprobe_megatron.topology.places import Place
-from msprobe_megatron.topology.shards import ShardSpec
+from msprobe_megatron.topology.shards import Place, ShardSpec
+from msprobe_megatron.topology.shards_of.dtensors import local_part
+from msprobe_megatron.topology.shards_of.grad_buffers import BucketSegments, Segment, buckets
+from msprobe_megatron.topology.shards_of.parameters import parameter_spec
 
 Fault = Callable[[BaseException, str], None]
 Part = tuple[int, int] | None
 
 
-class Sink(Protocol):
-    """Who is told of gradients."""
-
-    def wants_parameter(self, name: str) -> bool:
-        """Whether a parameter of this name is watched."""
-
-    def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
-        """Take note of a tensor, now."""
-
-    def read(self, reading: Reading, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Take note of many tensors, now."""
-
-
 class WatchedParameters:
-    """The parameters of all chunks that the sink wants, and the places of what belongs to them.
+    """The selected parameters of all chunks, and the places of tensors that belong to them."""
 
-    Example::
-
-        watched = WatchedParameters(chunks, probe, coordinates)
-        watched.place(parameter, "grad_reduced", "weight")
-    """
-
-    def __init__(self, chunks: Sequence[nn.Module], sink: Sink, where: Coordinates) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], sink: SeriesSink, where: Coordinates) -> None:
         self._where = where
         self.entries = [
             (index, chunk, entry)
@@ -73,7 +54,7 @@ class WatchedParameters:
         if part is not None and spec.unknown is None:
             spec = replace(spec, flat=part)
         if kind == "grad_unreduced":
-            # Of this rank's own samples and tokens: the ranks that average their gradients hold no replicas.
+            # Of this rank's own samples and tokens: before the reduction, ranks hold partial sums and not replicas.
             spec = replace(spec, partial=(*spec.partial, "dp", "cp"))
         shape = tuple(local_part(parameter).shape)
 
@@ -84,28 +65,20 @@ class WatchedParameters:
         return Place(kind, entry.name, io, path, op, chunk, -1, spec_of, self._where.size, local_shape=shape)
 
 
-class GradientSite:
-    """Gradients of the watched parameters.
-
-    Example::
-
-        site = GradientSite(chunks, watched, probe, fault)
-        site.install()              # each bucket before it is reduced
-        site.reduced()              # on entry to optimizer.step()
-        site.remove()
-    """
+class GradientSite(HookedSite):
+    """Gradients of the watched parameters."""
 
     def __init__(
         self,
         chunks: Sequence[nn.Module],
         watched: WatchedParameters,
-        sink: Sink,
+        sink: SeriesSink,
         fault: Fault,
         *,
         microbatches: bool = False,
     ) -> None:
+        super().__init__()
         self._sink, self._fault, self._watched = sink, fault, watched
-        self._active = False
         self._unreduced: dict[int, tuple[Any, Reading, list[torch.Tensor]]] = {}
         self._reduced: list[tuple[Reading, list[torch.Tensor]]] = []
         in_buckets: set[int] = set()
@@ -121,12 +94,11 @@ class GradientSite:
         self._patches = PatchSet(declared("gradients") if self._unreduced else [], self)
         self._microbatches = microbatches
         self._counts: dict[int, int] = {}
-        self._handles: list[Any] = []
 
     def _add_bucket(self, found: BucketSegments, segments: list[Segment]) -> None:
         data, watched = found.bucket.grad_data, self._watched
         if found.shared:
-            # With nobody to reduce with, there is no gradient before the reduction.
+            # On a single data-parallel rank there is no reduction, hence no gradient before it.
             places = [watched.place(s.parameter, "grad_unreduced", "weight") for s in segments]
             views = [data[s.start : s.stop].view(local_part(s.parameter).shape) for s in segments]
             self._unreduced[id(found.bucket)] = (found.bucket, Reading(places, "backward"), views)
@@ -137,13 +109,13 @@ class GradientSite:
             elif s.part[0] < s.part[1]:
                 views.append(data[s.start + s.part[0] : s.start + s.part[1]])
             else:
-                continue  # all of it is another rank's
+                continue  # this rank owns nothing of it
             places.append(watched.place(s.parameter, "grad_reduced", "weight", part=s.part))
         if places:
             self._reduced.append((Reading(places, "optimizer"), views))
 
     def install(self) -> None:
-        """Begin to see buckets and microbatches; hooks that are still there are used again."""
+        """Start to report buckets and microbatches; hooks that are still set are reused."""
         self._active = True
         self._counts.clear()
         self._patches.apply()
@@ -154,24 +126,13 @@ class GradientSite:
                     hook = self._microbatch(place)
                     self._handles.append(entry.parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def pause(self) -> None:
-        """See nothing; leave in place what the next step needs again."""
-        self._active = False
-
-    def resume(self) -> None:
-        """See again."""
-        self._active = True
-
     def remove(self) -> None:
-        """Take everything away. Safe to call twice."""
-        self._active = False
+        """Remove hooks and patches. Safe to call twice."""
         self._patches.revert()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        super().remove()
 
     def ledger(self) -> list[dict[str, Any]]:
-        """What became of the patches."""
+        """State of the patches."""
         return self._patches.ledger()
 
     def before_reduction(self, some: Iterable[Any]) -> None:
@@ -179,7 +140,7 @@ class GradientSite:
         if not self._active:
             return
         try:
-            with own_work():
+            with untraced():
                 for bucket in some:
                     found = self._unreduced.get(id(bucket))
                     if found is not None:
@@ -188,7 +149,7 @@ class GradientSite:
             self._fault(error, "gradients before reduction")
 
     def reduced(self) -> None:
-        """The optimizer is about to step: read what it is given."""
+        """The optimizer is about to step: read the gradients it gets."""
         for reading, views in self._reduced:
             self._sink.read(reading, views)
         tensors = [local_part(p.grad) if p.grad is not None else None for p in self._others]
@@ -204,10 +165,10 @@ class GradientSite:
             if not self._active:
                 return
             try:
-                # Every schedule runs the backwards of a chunk in the order of its microbatches.
+                # Every schedule runs the backwards of a chunk in microbatch order.
                 number = self._counts.get(id(place), 0)
                 self._counts[id(place)] = number + 1
-                with own_work():
+                with untraced():
                     self._sink.see(place, local_part(gradient), number, "backward")
             except Exception as error:
                 self._fault(error, f"gradient of {place.name}")

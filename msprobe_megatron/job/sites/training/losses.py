@@ -1,36 +1,24 @@
-"""Site: what the training script's loss function reported for a microbatch."""
+"""Site: the losses that the training script's loss function reports for a microbatch."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from msprobe_megatron.topology.places import Place
-from msprobe_megatron.topology.shards import ShardSpec
-
-
-class Sink(Protocol):
-    """Who is told of a loss."""
-
-    def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
-        """Take note of a tensor, now."""
+from msprobe_megatron.job.sites.sink import TensorSink
+from msprobe_megatron.topology.shards import Place, ShardSpec
 
 
 class LossSite:
-    """Reads the entries that a schedule's `forward_step` appended to its data store.
+    """Reads the entries that a schedule's `forward_step` appends to its data store."""
 
-    Example::
-
-        LossSite(probe, vpp=0).report({"lm loss": loss}, microbatch=3)
-    """
-
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: TensorSink) -> None:
         self._sink = sink
         self._places: dict[tuple[str, str, int], Place] = {}
 
     def report(self, entry: Any, microbatch: int, vpp: int) -> None:
-        """Tell the sink of every tensor in the last entry of the store; a vector's elements are told one by one."""
+        """Report every tensor in the last entry of the store; the elements of a short vector one by one."""
         if not isinstance(entry, dict):
             return
         for name, value in entry.items():

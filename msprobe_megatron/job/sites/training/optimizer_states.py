@@ -1,48 +1,42 @@
-"""Site: what the optimizer keeps and does: moments, master weights, clipped gradients, the update.
+"""Site: states of the optimizer: moments, master weights, clipped gradients, the update.
 
-Read around the step of the optimizer that Megatron's is built on, which has its gradients unscaled and clipped when it
-begins; on a rank that holds shards only those, by the optimizer's own map of ranges.
+Read around the step of the inner optimizer that Megatron's wraps, which begins with gradients already unscaled and
+clipped; of a sharded optimizer only this rank's shards, by the optimizer's own range map.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from msprobe_megatron.config import MonitorConfig
-from msprobe_megatron.probes.monitor import Reading
-from msprobe_megatron.sites.arguments import own_work
-from msprobe_megatron.sites.gradients import WatchedParameters
-from msprobe_megatron.sites.progress import scalar_place
-from msprobe_megatron.topology.dtensors import local_part
-from msprobe_megatron.topology.optimizer_values import MASTER, has_master, is_encoded, state_value, weight_value
-from msprobe_megatron.topology.optimizers import Owned, inner, leaves, owned
-from msprobe_megatron.topology.places import Place
+from msprobe_megatron.job.sites.calls.arguments import untraced
+from msprobe_megatron.job.sites.module.hooks import HookedSite
+from msprobe_megatron.job.sites.sink import Reading, SeriesSink
+from msprobe_megatron.job.sites.training.gradients import WatchedParameters
+from msprobe_megatron.job.sites.training.progress import scalar_place
+from msprobe_megatron.topology.shards import Place
+from msprobe_megatron.topology.shards_of.dtensors import local_part
+from msprobe_megatron.topology.shards_of.optimizer_values import (
+    MASTER,
+    has_master,
+    is_encoded,
+    state_value,
+    weight_value,
+)
+from msprobe_megatron.topology.shards_of.optimizers import Owned, inner, leaves, owned
 
 UPDATE_BYTES = 16 << 20
-"""Copies of weights that are kept while the optimizer steps; beyond, an equal share of each parameter is looked at."""
+"""Limit for copies of weights kept while the optimizer steps; beyond it, an equal share of each parameter is read."""
 _MOMENTA = ("exp_avg", "momentum_buffer")
 _SQUARES = "exp_avg_sq"
 Fault = Callable[[BaseException, str], None]
 
 
-class Sink(Protocol):
-    """Who is told of the optimizer's tensors."""
-
-    def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
-        """Take note of a tensor, now."""
-
-    def read(self, reading: Reading, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Take note of many tensors, now; returns their slots."""
-
-    def ratio(self, place: Place, above: int, below: int) -> None:
-        """Take note of the norm of one slot over that of another."""
-
-
 class _Update(NamedTuple):
-    """Places of what is said about an update."""
+    """Places of the rows of an update."""
 
     change: Place
     weight: Place
@@ -50,7 +44,7 @@ class _Update(NamedTuple):
 
 
 class _States:
-    """Where the states of all entries were found."""
+    """The state tensors of all entries, as found at one step."""
 
     def __init__(
         self, entries: list[Owned], found: Sequence[tuple[Owned, str, torch.Tensor]], reading: Reading
@@ -64,7 +58,7 @@ class _States:
         self._found = [(entry.state(), name, tensor) for entry, name, tensor in found]
 
     def still_there(self, entries: Sequence[Owned]) -> bool:
-        """Whether nothing was added or replaced since, as loading a checkpoint does."""
+        """Whether nothing was added or replaced since; loading a checkpoint replaces states."""
         return (
             len(entries) == len(self._mains)
             and all(entry.main is main for entry, main in zip(entries, self._mains, strict=True))
@@ -74,35 +68,27 @@ class _States:
         )
 
 
-class OptimizerStates:
-    """The states of the watched parameters.
-
-    Example::
-
-        site = OptimizerStates(optimizer, watched, probe, config.monitor, fault)
-        site.install()
-        optimizer.step()
-        site.after_step()
-    """
+class OptimizerStates(HookedSite):
+    """The states of the watched parameters."""
 
     def __init__(
-        self, optimizer: Any, watched: WatchedParameters, sink: Sink, asked: MonitorConfig, fault: Fault
+        self, optimizer: Any, watched: WatchedParameters, sink: SeriesSink, config: MonitorConfig, fault: Fault
     ) -> None:
+        super().__init__()
         self._optimizer, self._watched, self._sink = optimizer, watched, sink
-        self._asked, self._fault = asked, fault
+        self._config, self._fault = config, fault
         self._entries: list[Owned] = []
         self._places: dict[tuple[int, str, str], Place] = {}
         self._readings: dict[str, Reading] = {}
         self._before: dict[int, torch.Tensor] = {}
         self._states: _States | None = None
-        self._handles: list[Any] = []
-        self._active = self._stepped = False
-        self._hooked = asked.clipped or asked.agreement or asked.update
+        self._stepped = False
+        self._hooked = config.clipped or config.agreement or config.update
         self.without_hooks: set[str] = set()
-        """Classes of optimizers around whose step nothing can be read."""
+        """Optimizer classes without step hooks."""
 
     def install(self) -> None:
-        """Begin to see the steps of the inner optimizers; hooks that are still there are used again."""
+        """Start to report steps of the inner optimizers; hooks that are still set are reused."""
         self._active = True
         self._entries = [entry for entry in owned(self._optimizer) if entry.parameter in self._watched]
         if self._handles or not self._hooked:
@@ -117,29 +103,27 @@ class OptimizerStates:
             self._handles.append(base.register_step_pre_hook(self._about_to_step))
 
     def pause(self) -> None:
-        """See nothing; leave the hooks."""
-        self._active = False
+        """Ignore what the hooks see, leave them in place, and free the copies of weights."""
+        super().pause()
         self._before.clear()
 
     def remove(self) -> None:
-        """Take the hooks away. Safe to call twice."""
-        self.pause()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Remove the hooks. Safe to call twice."""
+        super().remove()
+        self._before.clear()
 
     def _about_to_step(self, optimizer: Any, *ignored: Any) -> None:
         if not self._active:
             return
         try:
-            with own_work(), torch.no_grad():
+            with untraced(), torch.no_grad():
                 mine = [entry for entry in self._entries if entry.optimizer is optimizer]
-                if self._asked.clipped:
+                if self._config.clipped:
                     given = [(e, g) for e in mine if (g := e.gradient()) is not None]
                     self._read(f"clipped {id(optimizer)}", [(e, "grad_clipped", "weight", g) for e, g in given])
-                if self._asked.agreement:
+                if self._config.agreement:
                     self._agreement(mine)
-                if self._asked.update:
+                if self._config.update:
                     self._keep(mine)
         except Exception as error:
             self._fault(error, "gradients at the step of the optimizer")
@@ -157,16 +141,16 @@ class OptimizerStates:
     def _keep(self, mine: Sequence[Owned]) -> None:
         share = UPDATE_BYTES // (4 * max(1, len(self._entries)))
         for entry in mine:
-            # An equal share from the beginning: the same elements in every step, so that curves are smooth.
+            # The first elements: the same ones in every step, so that curves are smooth.
             self._before[id(entry.main)] = weight_value(entry).reshape(-1)[:share].clone()
 
     def after_step(self) -> None:
         """The outermost optimizer has stepped."""
         self._stepped = True
-        if self._asked.optimizer:
+        if self._config.optimizer:
             self._read_states()
-        if self._asked.master_weights:
-            # A parameter that the optimizer works on itself has no other weight.
+        if self._config.master_weights:
+            # A parameter that the optimizer updates directly has no master weight.
             masters = [entry for entry in self._entries if has_master(entry)]
             decoded = [entry for entry in masters if is_encoded(entry, MASTER)]
             plain = [entry for entry in masters if not is_encoded(entry, MASTER)]
@@ -177,10 +161,10 @@ class OptimizerStates:
             for entry in self._entries:
                 before = self._before.pop(id(entry.main), None)
                 if before is not None:
-                    self._tell_update(entry, before)
+                    self._report_update(entry, before)
 
     def _read_states(self) -> None:
-        """Optimizers keep their states where they are: what was found once is only looked up again."""
+        """Report the states; their tensors are searched for again only if something was added or replaced."""
         known = self._states
         if known is None or not known.still_there(self._entries):
             found = [(e, name, x) for e in self._entries for name, x in e.states().items() if name != MASTER]
@@ -191,7 +175,7 @@ class OptimizerStates:
             known = self._states = _States(list(self._entries), found, reading)
         if known.tensors:
             self._sink.read(known.reading, known.tensors)
-        # One by one: all of them in float32 at once would be what the optimizer saves.
+        # One by one: all of them decoded to float32 at once would cost the memory that the encoding saves.
         for entry, name in known.encoded:
             self._see(entry, name, state_value(entry, name))
 
@@ -200,12 +184,7 @@ class OptimizerStates:
         self._sink.see(self._place(entry, "optimizer_state", io), value, None, "optimizer")
 
     def absent(self) -> list[str]:
-        """What was asked and no optimizer of this kind has, by the optimizer's name; known after the first step.
-
-        Example::
-
-            site.absent()       # ['SGD keeps no exp_avg_sq']
-        """
+        """Requested states that an optimizer class does not have; known after the first step."""
         by_class: dict[str, list[Owned]] = {}
         for entry in self._entries if self._stepped else ():
             by_class.setdefault(type(entry.optimizer).__name__, []).append(entry)
@@ -214,16 +193,16 @@ class OptimizerStates:
     def _absent_in(self, name: str, entries: Sequence[Owned]) -> Iterator[str]:
         kept = {state for entry in entries for state in entry.states()}
         momentum = next((state for state in _MOMENTA if state in kept), None)
-        if self._asked.optimizer and momentum is None:
+        if self._config.optimizer and momentum is None:
             yield f"{name} keeps no first moment ({' or '.join(_MOMENTA)})"
-        if self._asked.optimizer and _SQUARES not in kept:
+        if self._config.optimizer and _SQUARES not in kept:
             yield f"{name} keeps no {_SQUARES}"
-        if self._asked.agreement and momentum is None:
+        if self._config.agreement and momentum is None:
             yield f"{name} has no momentum: no sign_agreement"
-        if self._asked.master_weights and not any(has_master(entry) for entry in entries):
+        if self._config.master_weights and not any(has_master(entry) for entry in entries):
             yield f"{name} works on the weights themselves: no master_weight"
 
-    def _tell_update(self, entry: Owned, before: torch.Tensor) -> None:
+    def _report_update(self, entry: Owned, before: torch.Tensor) -> None:
         after = weight_value(entry).reshape(-1)[: before.numel()]
         update = self._update(entry, before.numel())
         reading = self._readings.setdefault(f"update {id(entry.main)}", Reading(update[:2], "optimizer"))

@@ -1,20 +1,19 @@
-"""Site: variables that the training code hands over by name with `save`, and their gradients (level debug).
+"""Site: variables that the training code passes to `save` by name, and their gradients (level debug).
 
-Stands beside the sites of modules and API calls. It sees only what it is given, so it needs no hooks on the model;
-the gradient comes from a hook on the tensor, as everywhere.
+Needs no hooks on the model; the gradient comes from a hook on the tensor, as for modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from msprobe_megatron.clock import Clock, Moment
-from msprobe_megatron.sites.arguments import Found, find_tensors, own_work
-from msprobe_megatron.topology.places import Place
-from msprobe_megatron.topology.shards import ShardSpec
+from msprobe_megatron.job.clock import Clock, Moment
+from msprobe_megatron.job.sites.calls.arguments import Found, find_tensors, untraced
+from msprobe_megatron.job.sites.sink import Sink
+from msprobe_megatron.topology.shards import Place, ShardSpec
 
 _LAYOUT = ShardSpec.unmergeable("saved by hand")
 _NUMBERS = (bool, int, float)
@@ -22,28 +21,10 @@ _NESTING = 8
 Fault = Callable[[BaseException, str], None]
 
 
-class Sink(Protocol):
-    """Who is told of a tensor, and what it wants to know."""
-
-    def wants(self, name: str) -> bool:
-        """Whether a variable of this name is to be watched."""
-
-    def wants_io(self, direction: str, io: str) -> bool:
-        """Whether values of forward or backward (`direction`) are to be watched."""
-
-    def see(self, place: Place, tensor: torch.Tensor, microbatch: int | None, phase: str) -> None:
-        """Take note of a tensor, now: it may be gone or changed after the call."""
-
-
 class SavedSite:
     """Takes variables between `install` and `remove`.
 
     The n-th `save` of a name within a pass (phase and microbatch) is called ``debug/NAME.n``.
-
-    Example::
-
-        site = SavedSite(probe, clock, fault)
-        site.install(); site.save({"logits": logits}, "head", gradient=True); site.remove()
     """
 
     def __init__(self, sink: Sink, clock: Clock, fault: Fault) -> None:
@@ -56,7 +37,7 @@ class SavedSite:
         self.fired = 0
 
     def install(self) -> None:
-        """Begin to take variables; names count from 0 again."""
+        """Start to take variables; their numbers restart at 0."""
         self._round += 1
         self._numbers.clear()
         self._active = True
@@ -66,10 +47,10 @@ class SavedSite:
         self._active = False
 
     def save(self, variable: Any, name: str, gradient: bool) -> None:
-        """Tell the sink of the tensors and numbers in a variable, and later of the gradients of the tensors."""
+        """Report the tensors and numbers in a variable, and later the gradients of the tensors."""
         if not self._active:
             return
-        with own_work():
+        with untraced():
             phase, moment = self._clock.passing()
             key = (name, phase, moment)
             number = self._numbers.get(key, 0)
@@ -101,7 +82,7 @@ class SavedSite:
             if not self._active or self._round != this_round:
                 return
             try:
-                with own_work():
+                with untraced():
                     self._sink.see(place, gradient, moment.microbatch, "backward")
             except Exception as error:
                 self._fault(error, f"gradient of {place.name}")
@@ -110,7 +91,7 @@ class SavedSite:
 
 
 def _collect(value: Any, path: str, found: Found, depth: int = 0) -> None:
-    """Tensors (parameters too) and numbers, as tensors of one element, with their paths; text is left out."""
+    """Tensors (parameters too) and numbers (as tensors of one element) with their paths; strings are skipped."""
     if isinstance(value, torch.Tensor):
         found.append((path, value))
     elif isinstance(value, _NUMBERS):

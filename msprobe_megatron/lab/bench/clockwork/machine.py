@@ -9,25 +9,23 @@ from typing import Any
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory, accelerator and versions; no host name.
-
-    Example: ``machine()["cores"]``.
-    """
+    """Processor, cores, memory, accelerator and versions; no host name."""
     import torch
 
-    from msprobe_megatron import backends, native
-    from msprobe_megatron.topology import host
+    from msprobe_megatron.job import devices
+    from msprobe_megatron.job.measure import native
+    from msprobe_megatron.topology.host import framework
 
     return {
         "processor": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": _memory(),
-        "device": backends.select().name,
+        "device": devices.select().name,
         "torch_threads": torch.get_num_threads(),
         "native_kernel": native.load() is not None,
         "load": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        "versions": host.versions(),
+        "versions": framework.versions(),
     }
 
 

@@ -15,15 +15,7 @@ _USUAL = 32 << 20
 
 
 class PeakMemory:
-    """Says how much resident memory a piece of work needed at most; 0 where the kernel does not tell.
-
-    Example::
-
-        memory = PeakMemory()
-        memory.reset()
-        work()
-        memory.peak()
-    """
+    """Says how much resident memory a piece of work needed at most; 0 where the kernel does not tell."""
 
     def trim(self) -> None:
         """Give back what the allocator only holds in reserve: else the peak of one variant is that of all after it."""

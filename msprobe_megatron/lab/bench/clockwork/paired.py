@@ -41,7 +41,8 @@ def cost(steps: Sequence[Step], name: str, plain: str) -> Cost:
 
     Example::
 
-        cost([Step("plain", 1.0, 1.0), Step("L0", 1.5, 1.25)], "L0", "plain")    # Cost(1.5, 1.25, 0.25, 0.0)
+        >>> cost([Step("plain", 1.0, 1.0), Step("L0", 1.5, 1.25)], "L0", "plain")
+        Cost(ratio=1.5, training_ratio=1.25, added_s=0.25, uncertainty=0.0)
     """
     middle = statistics.median
     base = [at for at, step in enumerate(steps) if step.name == plain]
@@ -60,10 +61,7 @@ def cost(steps: Sequence[Step], name: str, plain: str) -> Cost:
 
 
 def spread(times: Sequence[float]) -> float:
-    """Distance between the quartiles over the median; 0 for a single value.
-
-    Example: ``spread([1.0, 2.0, 3.0]) == 1.0``.
-    """
+    """Distance between the quartiles over the median; 0 for a single value."""
     return _between_quartiles(times) / statistics.median(times)
 
 

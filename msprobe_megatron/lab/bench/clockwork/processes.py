@@ -20,7 +20,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from msprobe_megatron.bench.turns import BenchFailed, Progress, Variants, Workload, silent
+from msprobe_megatron.lab.bench.clockwork.turns import BenchFailed, Progress, Variants, Workload, silent
 
 _PATIENCE_SECONDS = 1800
 _GRACE_SECONDS = 60
@@ -37,12 +37,7 @@ def measure_in_processes(
     ranks: int,
     progress: Progress = silent,
 ) -> list[dict[str, Any]]:
-    """Run `workload` over `ranks` processes of this machine.
-
-    Example::
-
-        measure_in_processes(workload_with_tp2, variants, Path("bench_out"), ranks=2)
-    """
+    """Run `workload` over `ranks` processes of this machine."""
     out.mkdir(parents=True, exist_ok=True)
     progress(f"{workload.name}: {ranks} processes")
     task = {
@@ -52,18 +47,17 @@ def measure_in_processes(
     }
     path = out / f"{workload.name}_task.json"
     path.write_text(json.dumps(task), encoding="utf-8")
-    run_ranks([sys.executable, "-m", "msprobe_megatron.bench.processes", str(path)], ranks, f"bench {workload.name}")
+    run_ranks(
+        [sys.executable, "-m", "msprobe_megatron.lab.bench.clockwork.processes", str(path)],
+        ranks,
+        f"bench {workload.name}",
+    )
     tables = [json.loads(_result_file(path, rank).read_text(encoding="utf-8")) for rank in range(ranks)]
     return together(tables)
 
 
 def run_ranks(command: Sequence[str], ranks: int, what: str, patience: float = _PATIENCE_SECONDS) -> None:
-    """Run a command once a rank, as torchrun would on one machine; raises with the end of what failed ones said.
-
-    Example::
-
-        run_ranks([sys.executable, "train.py"], ranks=2, what="bench scaling")
-    """
+    """Run a command once a rank, as torchrun would on one machine; raises with the end of what failed ones said."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
     shared.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     with contextlib.ExitStack() as stack:
@@ -115,13 +109,7 @@ def _free_port() -> int:
 
 
 def together(tables: list[list[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """One table out of those of all ranks.
-
-    Example::
-
-        together([[{"name": "plain", "median_s": 1.0, …}], [{"name": "plain", "median_s": 3.0, …}]])[0]["median_s"]
-        # 4.0
-    """
+    """One table out of those of all ranks."""
     lines: list[dict[str, Any]] = []
     without = [float(table[0]["median_s"]) for table in tables]
     for of_ranks in zip(*tables, strict=True):
@@ -152,7 +140,7 @@ def _result_file(task: Path, rank: int) -> Path:
 
 
 def _work(path: Path) -> None:
-    from msprobe_megatron.bench.turns import measure
+    from msprobe_megatron.lab.bench.clockwork.turns import measure
 
     task = json.loads(path.read_text(encoding="utf-8"))
     results = measure(Workload(*task["workload"]), task["variants"], Path(task["out"]))

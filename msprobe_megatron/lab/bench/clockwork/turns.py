@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from msprobe_megatron.bench.beside import Cost, Step, cost, spread
-from msprobe_megatron.bench.memory import PeakMemory
+from msprobe_megatron.lab.bench.clockwork.memory import PeakMemory
+from msprobe_megatron.lab.bench.clockwork.paired import Cost, Step, cost, spread
 
 PLAIN = "plain"
 Variants = Mapping[str, Mapping[str, Any]]
@@ -43,10 +43,7 @@ class Progress(Protocol):
 
 
 def silent(text: str, share: float | None = None) -> None:
-    """Show nothing.
-
-    Example: ``measure(workload, variants, out, progress=silent)``.
-    """
+    """Show nothing."""
 
 
 @dataclass(frozen=True)
@@ -111,16 +108,11 @@ class Result:
 
 
 def measure(workload: Workload, variants: Variants, out: Path, progress: Progress = silent) -> list[Result]:
-    """Train the workload in this process and return a line for each variant, the first for no tool at all.
-
-    Example::
-
-        measure(WORKLOADS["h64"], {"L0": {"dump": {"level": "L0"}}}, Path("bench_out"))
-    """
+    """Train the workload in this process and return a line for each variant, the first for no tool at all."""
     import torch
 
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -135,17 +127,7 @@ def measure(workload: Workload, variants: Variants, out: Path, progress: Progres
 
 
 class Turns:
-    """Changes the variant between steps and keeps their times; fed by the callbacks of a training loop.
-
-    Example::
-
-        turns = Turns(workload, variants, out)
-        turns.ready([model], optimizer)
-        for _ in range(turns.iterations):
-            train_one_step()
-            turns.after_step()
-        turns.results()
-    """
+    """Changes the variant between steps and keeps their times; fed by the callbacks of a training loop."""
 
     def __init__(self, workload: Workload, variants: Variants, out: Path, progress: Progress = silent) -> None:
         self._workload, self._variants, self._out, self._progress = workload, variants, out, progress
@@ -323,10 +305,7 @@ class Turns:
 
 
 def size_of(folder: Path) -> tuple[int, int]:
-    """Bytes and number of the files below a folder; what another rank renames or removes meanwhile is left out.
-
-    Example: ``size_of(Path("probe_out"))``.
-    """
+    """Bytes and number of the files below a folder; what another rank renames or removes meanwhile is left out."""
     sizes = []
     for place, _, names in os.walk(folder):
         for name in names:

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from msprobe_megatron.bench.turns import BenchFailed
+from msprobe_megatron.lab.bench.clockwork.turns import BenchFailed
 
 if TYPE_CHECKING:
-    from msprobe_megatron.bench.volume import Shape
+    from msprobe_megatron.lab.bench.tables.volume import Shape
 
 _PADDED_TO = 128
 _COMMON = 8
@@ -18,12 +18,7 @@ _COMMON = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensor, pipeline and context parallel sizes.
-
-    Example::
-
-        Layout(tp=8, sequence_parallel=True).flags()
-    """
+    """Tensor, pipeline and context parallel sizes."""
 
     tp: int = 1
     pp: int = 1

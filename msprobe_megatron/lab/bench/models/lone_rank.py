@@ -12,32 +12,26 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from msprobe_megatron.bench.turns import BenchFailed
+from msprobe_megatron.lab.bench.clockwork.turns import BenchFailed
 
 
 @contextlib.contextmanager
 def lone_rank(rank: int, world: int) -> Iterator[None]:
-    """A context in which a job that starts believes to be one of many.
-
-    Example::
-
-        with lone_rank(rank=3, world=8):
-            run("--tensor-model-parallel-size 8 …".split())
-    """
+    """A context in which a job that starts believes to be one of many."""
     if world == 1:
         yield
         return
     import torch
     import torch.distributed as dist
 
-    from msprobe_megatron import backends
+    from msprobe_megatron.job import devices
 
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
         raise BenchFailed(f"the sizes of a layout need torch with a fake process group: {error}") from error
-    if backends.select().name == "cpu":
-        backends.cpu.install()  # before the functions below take the place of its own
+    if devices.select().name == "cpu":
+        devices.megatron_on_cpu.install()  # before the functions below take the place of its own
     start, group = dist.init_process_group, dist.new_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:

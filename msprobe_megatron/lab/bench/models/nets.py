@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from msprobe_megatron.bench.turns import Progress, Result, Turns, Variants, Workload
+from msprobe_megatron.lab.bench.clockwork.turns import Progress, Result, Turns, Variants, Workload
 
 
 class _Residual(nn.Module):
@@ -94,12 +94,7 @@ NETS: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {"re
 
 
 def measure_net(workload: Workload, variants: Variants, out: Path, progress: Progress) -> list[Result]:
-    """Train the net that the workload is named after and return a line for each variant.
-
-    Example::
-
-        measure_net(Workload("resnet", "", turns=3, steps=4), VARIANTS, Path("bench_out"), print)
-    """
+    """Train the net that the workload is named after and return a line for each variant."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(3)

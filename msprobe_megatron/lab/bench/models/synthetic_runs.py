@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from msprobe_megatron.record.schema import arrow_schema
+from msprobe_megatron.run_directory.schema import arrow_schema
 
 _TENSORS = 10  # modules a layer; an output and its gradient each
 _SHAPE = (128, 2, 64)
@@ -23,12 +23,7 @@ _SHAPE = (128, 2, 64)
 def make(
     root: Path, *, tp: int, pp: int, dp: int, layers: int = 160, samples: int = 320, fault: int | None = None
 ) -> int:
-    """Write the run; returns the number of rows. With `fault` that layer is off by a tenth on tensor rank 0.
-
-    Example::
-
-        make(Path("golden"), tp=8, pp=8, dp=16)
-    """
+    """Write the run; returns the number of rows. With `fault` that layer is off by a tenth on tensor rank 0."""
     step = 0
     world = tp * pp * dp
     root.mkdir(parents=True)

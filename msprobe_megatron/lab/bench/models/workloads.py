@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from msprobe_megatron.bench.options import Options
-from msprobe_megatron.bench.turns import BenchFailed, Workload
+from msprobe_megatron.lab.bench.clockwork.turns import BenchFailed, Workload
+from msprobe_megatron.lab.bench.options import Options
 
 _LAYERS = "--num-layers 4 --micro-batch-size 1 --attention-dropout 0 --hidden-dropout 0"
 _LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope"
@@ -37,18 +37,12 @@ ARCHITECTURES = {
 
 
 def workload_of(model: str, turns: int = 5, steps: int = 2) -> Workload:
-    """The workload of a named architecture, small.
-
-    Example: ``workload_of("llama2")``.
-    """
+    """The workload of a named architecture, small."""
     return Workload(model, f"{_DEPTH} {_WIDTH} {ARCHITECTURES[model]}", turns, steps)
 
 
 def asked(options: Options, usual: Iterable[Workload]) -> list[Workload]:
-    """The workloads of `--model`, or the usual ones; flags of Megatron are taken as they are.
-
-    Example: ``asked(Options(out, model="--num-layers 2 --hidden-size 128 …"), [WORKLOADS["h64"]])``.
-    """
+    """The workloads of `--model`, or the usual ones; flags of Megatron are taken as they are."""
     if options.model is None:
         return options.chosen(usual)
     turns = options.turns or 5
@@ -59,10 +53,7 @@ def asked(options: Options, usual: Iterable[Workload]) -> list[Workload]:
 
 
 def known(name: str, names: Iterable[str]) -> str:
-    """The name, if it is one of `names`; else an error that lists them.
-
-    Example: ``known("llama2", ARCHITECTURES)``.
-    """
+    """The name, if it is one of `names`; else an error that lists them."""
     if name not in (accepted := list(names)):
         raise BenchFailed(
             f"--model {name!r}: accepted are {', '.join(accepted)}, all, and flags of Megatron"

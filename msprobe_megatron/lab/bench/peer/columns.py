@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.bench.beside import spread
-from msprobe_megatron.bench.options import Options
+from msprobe_megatron.lab.bench.clockwork.paired import spread
+from msprobe_megatron.lab.bench.options import Options
 
-_WORKER = Path(__file__).with_name("worker.py")
 _PATIENCE_SECONDS = 600
 
 
@@ -38,10 +37,7 @@ class PeerFailed(Exception):
 
 
 def check_peer(python: str) -> str:
-    """The version of mindstudio-probe that an interpreter has; raises where there is none, before an hour is spent.
-
-    Example: ``check_peer("bench_out/peer_26.2.0/bin/python")  # "26.2.0"``
-    """
+    """The version of mindstudio-probe that an interpreter has; raises where there is none, before an hour is spent."""
     ask = "import importlib.metadata as m, torch; print(m.version('mindstudio-probe'))"
     try:
         done = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=300, check=False)
@@ -59,12 +55,7 @@ def check_peer(python: str) -> str:
 def columns(
     size: str, pairs: Sequence[Pair], options: Options, steps: int = 8, rounds: int = 3
 ) -> list[dict[str, Any]]:
-    """A line for each pair: ours and the peer's ratio to no tool; a peer that fails has its last words instead.
-
-    Example::
-
-        columns("h64", [Pair("L0", {"dump": {"level": "L0"}}, {"task": "statistics", "level": "L0"})], options)
-    """
+    """A line for each pair: ours and the peer's ratio to no tool; a peer that fails has its last words instead."""
     if options.peer_python is None:
         return []
     work: dict[str, tuple[str, str, dict[str, Any]]] = {"none": (sys.executable, "none", {})}
@@ -113,13 +104,8 @@ def _line(size: str, name: str, found: dict[str, list[dict[str, Any]]], failed: 
     return line
 
 
-def run_worker(python: str, task: dict[str, Any]) -> dict[str, Any]:
-    """Run one process of the worker and return what it measured.
-
-    Example::
-
-        run_worker(sys.executable, {"tool": "none", "size": "h64", "steps": 3, "folder": "out", "config": {}})
-    """
+def run_worker(python: str, task: dict[str, Any], worker: str = "worker.py") -> dict[str, Any]:
+    """Run one process of a worker of this folder and return what it measured."""
     folder = Path(task["folder"])
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.parent / f"{folder.name}_task.json"
@@ -127,7 +113,11 @@ def run_worker(python: str, task: dict[str, Any]) -> dict[str, Any]:
     what = f"bench: {python}: {task['tool']} {task['config']}"
     try:
         done = subprocess.run(
-            [python, str(_WORKER), str(path)], capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False
+            [python, str(Path(__file__).with_name(worker)), str(path)],
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise PeerFailed(f"{what}: not done after {_PATIENCE_SECONDS} s") from None

@@ -32,7 +32,8 @@ class Norm(nn.Module):
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotary positions for (batch, heads, sequence, channels)."""
     half, length = x.shape[-1] // 2, x.shape[-2]
-    angle = torch.arange(length)[:, None] * 10000 ** (-torch.arange(half) / half)[None, :]
+    frequencies = 10000 ** (-torch.arange(half, device=x.device) / half)
+    angle = torch.arange(length, device=x.device)[:, None] * frequencies[None, :]
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     left, right = x[..., :half], x[..., half:]
     return torch.cat((left * cos - right * sin, left * sin + right * cos), -1)
@@ -52,7 +53,7 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         q, k, v = self.linear_qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         scores = torch.matmul(rotate(q), rotate(k).transpose(-1, -2)) / (width // self.heads) ** 0.5
-        mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         weights = functional.softmax(scores.masked_fill(mask, -1e4).float(), -1).to(x.dtype)
         found: torch.Tensor = self.linear_proj(torch.matmul(weights, v).transpose(1, 2).reshape(batch, length, width))
         return found
@@ -108,9 +109,10 @@ class PlainGpt(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def build(size: str) -> tuple[PlainGpt, torch.optim.Optimizer, torch.Tensor]:
-    """The model of a size, its optimizer and a batch."""
+def build(size: str, device: str = "cpu") -> tuple[PlainGpt, torch.optim.Optimizer, torch.Tensor]:
+    """The model of a size, its optimizer and a batch, on a device."""
     width, length, layers, dtype = SIZES[size]
     torch.manual_seed(7)
-    model = PlainGpt(width, layers).to(dtype)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), torch.randint(VOCABULARY, (1, length + 1))
+    model = PlainGpt(width, layers).to(dtype).to(device)
+    tokens = torch.randint(VOCABULARY, (1, length + 1)).to(device)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), tokens

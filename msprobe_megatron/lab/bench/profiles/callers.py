@@ -13,30 +13,24 @@ from typing import Any
 import torch
 
 _KIT = "msprobe_megatron."
-_TRAINING = ("demo",)
-_PASSED_OVER = ("bench", "backends")
-_PASSING_ON = ("sites", "patches", "patching", "dispatch")
+_TRAINING = ("lab.demo",)
+_SKIPPED = ("lab.bench", "job.devices")
+_FORWARDING = ("job.sites", "patches", "job.patching", "job.session.patch_scopes")
 _ENGINE = "_engine_run_backward"
 
 
 def caller(operation: str) -> tuple[str, bool]:
-    """Who is calling, with the operation, and whether it is the kit for its own sake.
-
-    Example::
-
-        caller("clone")      # ("measure.once.see → clone", True), from within a dispatch mode
-    """
+    """Who is calling, with the operation, and whether it is the kit for its own sake."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module, function = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
         if function == _ENGINE:
             return f"{_node()} → {operation}", False
         where = module.removeprefix(_KIT)
-        room = where.partition(".")[0] if module.startswith(_KIT) else None
-        if room is not None and room not in _TRAINING:
+        if module.startswith(_KIT) and not where.startswith(_TRAINING):
             # The kit switches torch functions off while it works, so that it does not see itself.
-            own = room not in _PASSING_ON or not torch._C._is_torch_function_enabled()
-            if own and room not in _PASSED_OVER:
+            own = not where.startswith(_FORWARDING) or not torch._C._is_torch_function_enabled()
+            if own and not where.startswith(_SKIPPED):
                 return f"{where}.{function} → {operation}", True
         elif module.partition(".")[0] != "torch":
             return f"{module}.{function} → {operation}", False

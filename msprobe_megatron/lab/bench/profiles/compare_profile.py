@@ -16,23 +16,27 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from msprobe_megatron.bench.memory import PeakMemory
+from msprobe_megatron.lab.bench.clockwork.memory import PeakMemory
 
 # The steps of `analyse.compare.compare` in their order; what is between them is "the rest".
 STAGES = (
-    *("match", "different_models", "compare_tensors", "_judge", "lonely_weights", "causal_order", "classify"),
-    *("_told", "_unmatched_rules", "_nearest", "_table", "each_once", "RankFinder", "difference", "replicas", "hints"),
+    "match",
+    "different_models",
+    "compare_tensors",
+    "_judge",
+    "forward_places",
+    "causal_order",
+    "classify",
+    "_counted",
+    "_diverged",
 )
 _LINES = 8
 
 
 def rows_profile(golden: Path, run: Path) -> str:
-    """Shares of the time by stage, the largest first, and which stage needs the most memory.
-
-    Example: ``rows_profile(Path("golden"), Path("faulty"))``.
-    """
-    from msprobe_megatron.analyse import compare as stages
-    from msprobe_megatron.analyse.load import open_run
+    """Shares of the time by stage, the largest first, and which stage needs the most memory."""
+    from msprobe_megatron.analysis.compare import compare as stages
+    from msprobe_megatron.analysis.load.run import open_run
 
     seconds: dict[str, float] = {}
     peaks: dict[str, int] = {}
@@ -74,11 +78,8 @@ def _timed(
 
 
 def tensors_profile(work: Callable[[], Any]) -> str:
-    """Shares of the CPU time of comparing tensors, by function and what it calls.
-
-    Example: ``tensors_profile(lambda: _tensors("tensors float32", out, "float32", False, 1024))``.
-    """
-    from msprobe_megatron.bench.profile import shares
+    """Shares of the CPU time of comparing tensors, by function and what it calls."""
+    from msprobe_megatron.lab.bench.profiles.profile import shares
 
     watched = cProfile.Profile(time.thread_time)
     watched.runcall(work)
@@ -86,9 +87,6 @@ def tensors_profile(work: Callable[[], Any]) -> str:
 
 
 def forget(*folders: Path) -> None:
-    """Remove the runs that were made for a profile.
-
-    Example: ``forget(out / "golden", out / "faulty")``.
-    """
+    """Remove the runs that were made for a profile."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

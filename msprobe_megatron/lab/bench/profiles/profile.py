@@ -20,24 +20,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.bench.targets import verdicts
-from msprobe_megatron.bench.tensor_memory import LiveTensors, Peak, tensors_text
-from msprobe_megatron.bench.turns import Progress, Workload, silent
-from msprobe_megatron.bench.workloads import WORKLOADS
+from msprobe_megatron.lab.bench.clockwork.turns import Progress, Workload, silent
+from msprobe_megatron.lab.bench.models.workloads import WORKLOADS
+from msprobe_megatron.lab.bench.profiles.targets import verdicts
+from msprobe_megatron.lab.bench.profiles.tensor_memory import LiveTensors, Peak, tensors_text
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[3])
 _WARM_UP, _STEPS, _STEPS_OF_LARGE = 2, 12, 3
 _LINES = 10
 _MEMORY = ("extra_bytes", "memory_ratio", "peak_bytes")
 
 
 def profile(workload: Workload, variant: Mapping[str, Any], line: Mapping[str, Any], out: Path) -> str:
-    """A short text: shares of the added time, largest first.
-
-    Example::
-
-        print(profile(WORKLOADS["h64"], VARIANTS["L0"], result.as_dict(), Path("bench_out")))
-    """
+    """A short text: shares of the added time, largest first."""
     # CPU time: that of the clock would show what others on the machine did in the meantime.
     watched = cProfile.Profile(time.thread_time)
     last = _WARM_UP + (_STEPS if line["median_s"] < 0.1 else _STEPS_OF_LARGE)  # noqa: PLR2004
@@ -53,12 +48,7 @@ def profile(workload: Workload, variant: Mapping[str, Any], line: Mapping[str, A
 
 
 def memory_profile(workload: Workload, variant: Mapping[str, Any], line: Mapping[str, Any], out: Path) -> str:
-    """A short text: what Python holds for the kit between steps, by the module that asked for it, largest first.
-
-    Example::
-
-        print(memory_profile(WORKLOADS["h64"], VARIANTS["L0"], result.as_dict(), Path("bench_out")))
-    """
+    """A short text: what Python holds for the kit between steps, by the module that asked for it, largest first."""
     held: dict[str, int] = {}
 
     def after(iteration: int, session: Any) -> None:
@@ -82,12 +72,7 @@ def memory_profile(workload: Workload, variant: Mapping[str, Any], line: Mapping
 
 
 def tensor_profile(workload: Workload, variant: Mapping[str, Any], line: Mapping[str, Any], out: Path) -> str:
-    """A short text: tensors that are alive at the peak of a step beyond those of plain training, by who made them.
-
-    Example::
-
-        print(tensor_profile(WORKLOADS["h64"], VARIANTS["L1"], result.as_dict(), Path("bench_out")))
-    """
+    """A short text: tensors that are alive at the peak of a step beyond those of plain training, by who made them."""
     kit, plain = (_tensors_at_peak(workload, one, out / _folder("tensors", line)) for one in (variant, None))
     return f"{line['name']}: {tensors_text(kit, plain, line.get('extra_bytes'))}."
 
@@ -113,8 +98,8 @@ def _train(
     """Train the workload with the variant, if any, laid over it; `after` is told each step's number and the session."""
     from msprobe_megatron import attach
     from msprobe_megatron.config import Overrides, from_document
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     session: Any = None
 
@@ -132,10 +117,7 @@ def _train(
 
 
 def text(stats: pstats.Stats, line: Mapping[str, Any]) -> str:
-    """The shares of a profile, in words.
-
-    Example: ``text(pstats.Stats(profile), {"name": "h64:L0", "ratio": 1.7, "training_ratio": 1.5})``.
-    """
+    """The shares of a profile, in words."""
     writer = ""
     if line.get("training_ratio") is not None:
         share = max(0.0, line["ratio"] - line["training_ratio"]) / max(1e-9, line["ratio"] - 1)
@@ -144,10 +126,7 @@ def text(stats: pstats.Stats, line: Mapping[str, Any]) -> str:
 
 
 def shares(stats: pstats.Stats) -> str:
-    """The functions of the kit that take the most of a profile, with their shares of what all of them take.
-
-    Example: ``shares(pstats.Stats(profile))``.
-    """
+    """The functions of the kit that take the most of a profile, with their shares of what all of them take."""
     own = _own_seconds(stats)
     total = sum(own.values()) or 1.0
     largest = sorted(own.items(), key=lambda item: -item[1])[:_LINES]
@@ -185,10 +164,7 @@ def _built_in(function: str) -> str:
 
 
 def profiles(bench: Any, lines: Sequence[Mapping[str, Any]], out: Path, progress: Progress = silent) -> list[str]:
-    """A text for each line of a bench that missed what was asked.
-
-    Example: ``profiles(msprobe_megatron.bench.dump, lines, Path("bench_out"))``.
-    """
+    """A text for each line of a bench that missed what was asked."""
     missed: dict[str, set[bool]] = {}
     for verdict in verdicts(lines):
         if not verdict.met:

@@ -24,6 +24,11 @@ _UNITS = {
     "GB_a_second": " GB/s",
     "share": " of the plain speed",
     "error": " error",
+    "launches_per_tensor": " launches a tensor",
+    "launches_per_step": " launches a step",
+    "host_us_per_row": " µs of the host a row",
+    "syncs_per_step": " waits of the host a step",
+    "bytes_per_element": " bytes an element",
 }
 
 
@@ -61,7 +66,8 @@ def verdicts(lines: Iterable[Mapping[str, Any]]) -> list[Verdict]:
 
     Example::
 
-        verdicts([{"name": "h64:L0", "ratio": 1.7, "target": 1.5}])[0].met  # False
+        >>> verdicts([{"name": "h64:L0", "ratio": 1.7, "target": 1.5}])[0].met
+        False
     """
     found = []
     for line in lines:

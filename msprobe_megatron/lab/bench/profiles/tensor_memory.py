@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from msprobe_megatron.bench.callers import caller
+from msprobe_megatron.lab.bench.profiles.callers import caller
 
 _LINES = 8
 
@@ -30,16 +30,7 @@ Peak = Mapping[str, Held]
 
 
 class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes by maker what is alive at the highest moment since `begin`.
-
-    Example::
-
-        with LiveTensors() as live:
-            train_one_step()
-            live.begin()
-            train_one_step()
-        live.at_peak       # {"megatron.….forward → mm": Held(4, 8388608), …}
-    """
+    """Notes by maker what is alive at the highest moment since `begin`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,10 +89,7 @@ def beyond(kit: Peak, plain: Peak) -> list[tuple[str, Held]]:
 
 
 def tensors_text(kit: Peak, plain: Peak, measured: int | None = None) -> str:
-    """Both peaks and what makes the difference, in words; ``measured`` is what the process was seen to need more.
-
-    Example: ``tensors_text(with_kit.at_peak, without.at_peak, line["extra_bytes"])``.
-    """
+    """Both peaks and what makes the difference, in words; ``measured`` is what the process was seen to need more."""
     both = [sum(held.bytes for held in peak.values()) for peak in (kit, plain)]
     more = beyond(kit, plain)
     listed = [f"`{maker}` {_mebibytes(held.bytes)} in {held.number}" for maker, held in more[:_LINES]]

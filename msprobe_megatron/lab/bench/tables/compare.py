@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from msprobe_megatron.analyse.assembly import Part, meet
-from msprobe_megatron.analyse.elements import Apart, View, add_views
-from msprobe_megatron.bench.compare_profile import forget, rows_profile, tensors_profile
-from msprobe_megatron.bench.options import Options
-from msprobe_megatron.bench.synthetic_runs import make
-from msprobe_megatron.bench.turns import BenchFailed
+from msprobe_megatron.analysis.compare.pairs.assembly import Part, meet
+from msprobe_megatron.analysis.compare.pairs.elements import Apart, View, add_views
+from msprobe_megatron.lab.bench.clockwork.turns import BenchFailed
+from msprobe_megatron.lab.bench.models.synthetic_runs import make
+from msprobe_megatron.lab.bench.options import Options
+from msprobe_megatron.lab.bench.profiles.compare_profile import forget, rows_profile, tensors_profile
 
 ABOUT = (
     "rows: seconds by the clock, asked: below 60 s and 4 GiB for 1,024 ranks on two cores. tensors: GB/s of one core,"
@@ -39,12 +39,7 @@ _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def bench(options: Options) -> list[dict[str, Any]]:
-    """A line for the rows and one for each form of tensors; `--ranks` makes the pair smaller, `--only` takes one.
-
-    Example::
-
-        bench(Options(Path("bench_out"), only="rows", ranks=8))
-    """
+    """A line for the rows and one for each form of tensors; `--ranks` makes the pair smaller, `--only` takes one."""
     lines: list[dict[str, Any]] = []
     if options.only in (None, "rows"):
         lines.append(_rows(options))
@@ -102,10 +97,7 @@ def _pair(options: Options, ranks: int) -> tuple[int, int]:
 
 
 def why_missed(line: Mapping[str, Any], out: Path) -> list[str]:
-    """The profile of a line that missed what was asked: shares by stage.
-
-    Example: ``why_missed({"name": "tensors float32", "GB_a_second": 1.5}, Path("bench_out"))``.
-    """
+    """The profile of a line that missed what was asked: shares by stage."""
     name = str(line["name"])
     if name.startswith("tensors "):
         dtype, _, cut = name.removeprefix("tensors ").partition(" ")

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from msprobe_megatron.bench.callers import caller
-from msprobe_megatron.bench.options import Options
-from msprobe_megatron.bench.turns import BenchFailed
-from msprobe_megatron.bench.workloads import WORKLOADS
+from msprobe_megatron.lab.bench.clockwork.turns import BenchFailed
+from msprobe_megatron.lab.bench.models.workloads import WORKLOADS
+from msprobe_megatron.lab.bench.options import Options
+from msprobe_megatron.lab.bench.profiles.callers import caller
 
 ABOUT = (
     "What a step has more than the same step without the kit, counted in the training thread: the same on every machine"
@@ -49,14 +49,7 @@ ASKED = {
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts dispatched operations by name.
-
-    Example::
-
-        with Counting() as counting:
-            train_one_step()
-        counting.waits()
-    """
+    """Counts dispatched operations by name."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,10 +76,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def hooks(module: Any) -> int:
-    """Hooks on a module and all below it.
-
-    Example: ``hooks(model)``.
-    """
+    """Hooks on a module and all below it."""
     return sum(
         len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) + len(m._backward_pre_hooks)
         for m in module.modules()
@@ -94,12 +84,7 @@ def hooks(module: Any) -> int:
 
 
 def bench(options: Options) -> list[dict[str, Any]]:
-    """A line for each variant, on the demo GPT.
-
-    Example::
-
-        bench(Options(Path("bench_out"), only="dump L0"))
-    """
+    """A line for each variant, on the demo GPT."""
     chosen = {name: file for name, file in VARIANTS.items() if options.only in (None, name)}
     if not chosen:
         return []
@@ -119,10 +104,7 @@ def bench(options: Options) -> list[dict[str, Any]]:
 
 
 def why_missed(line: Mapping[str, Any], out: Path) -> list[str]:
-    """Who makes the host wait, or communicates, in a step of a variant and not in one without the kit.
-
-    Example: ``why_missed({"name": "dump L0"}, Path("bench_out"))``.
-    """
+    """Who makes the host wait, or communicates, in a step of a variant and not in one without the kit."""
     name = str(line["name"])
     options = Options(out / "profile")
     plain, found = Counter[str](), Counter[str]()
@@ -142,8 +124,8 @@ def _count(
     """Counts of some steps of h64, after the first ones; ``callers`` is told who waits."""
     from msprobe_megatron import attach
     from msprobe_megatron.config import Overrides, from_document
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     counting, stack = Counting(), contextlib.ExitStack()
     held: list[Any] = []

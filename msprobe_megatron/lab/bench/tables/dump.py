@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from msprobe_megatron.bench.options import Options, measured
-from msprobe_megatron.bench.peer.columns import Pair, columns
-from msprobe_megatron.bench.workloads import WORKLOADS, asked
+from msprobe_megatron.lab.bench.models.workloads import WORKLOADS, asked
+from msprobe_megatron.lab.bench.options import Options, measured
+from msprobe_megatron.lab.bench.peer.columns import Pair, columns
 
 ABOUT = (
     "CPU time of a training step over that of the steps without the kit beside it, in one process, variants changing"
@@ -46,12 +46,7 @@ PAIRS = [
 
 
 def bench(options: Options) -> list[dict[str, Any]]:
-    """A line for each variant of h64 and h1024.
-
-    Example::
-
-        bench(Options(Path("bench_out"), only="h64"))
-    """
+    """A line for each variant of h64 and h1024."""
     workloads = asked(options, [WORKLOADS["h64"], WORKLOADS["h1024"]])
     lines: list[dict[str, Any]] = []
     for workload in workloads:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from msprobe_megatron.bench.options import Options, measured
-from msprobe_megatron.bench.turns import Workload
+from msprobe_megatron.lab.bench.clockwork.turns import Workload
+from msprobe_megatron.lab.bench.options import Options, measured
 
 ABOUT = (
     "CPU time that a recorded step adds, of many layers over few: 8 where the cost of a layer does not depend on how"
@@ -25,12 +25,7 @@ _FLAGS = (
 
 
 def bench(options: Options) -> list[dict[str, Any]]:
-    """A line for each level: the growth, asked to be at most 8.5, and the memory of the larger model.
-
-    Example::
-
-        bench(Options(Path("bench_out"), only="L0"))
-    """
+    """A line for each level: the growth, asked to be at most 8.5, and the memory of the larger model."""
     variants = {name: file for name, file in VARIANTS.items() if options.only in (None, name)}
     found = {layers: _added(layers, variants, options) for layers in (FEW, MANY)} if variants else {}
     lines = []
@@ -51,10 +46,7 @@ def bench(options: Options) -> list[dict[str, Any]]:
 
 
 def profiled(name: str) -> tuple[Workload, dict[str, Any]]:
-    """What a line's profile is made of: the larger model at its level.
-
-    Example: ``profiled("L0: 192 layers over 24")``.
-    """
+    """What a line's profile is made of: the larger model at its level."""
     return _workload(MANY, 1), VARIANTS[name.partition(":")[0]]
 
 

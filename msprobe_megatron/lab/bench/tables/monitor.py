@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.bench.options import Options, measured
-from msprobe_megatron.bench.peer.columns import Pair, columns
-from msprobe_megatron.bench.processes import measure_in_processes
-from msprobe_megatron.bench.turns import Workload
-from msprobe_megatron.bench.workloads import WORKLOADS, asked
+from msprobe_megatron.lab.bench.clockwork.processes import measure_in_processes
+from msprobe_megatron.lab.bench.clockwork.turns import Workload
+from msprobe_megatron.lab.bench.models.workloads import WORKLOADS, asked
+from msprobe_megatron.lab.bench.options import Options, measured
+from msprobe_megatron.lab.bench.peer.columns import Pair, columns
 
 ABOUT = (
     "CPU time of a training step over that of the steps without the kit beside it, in one process, variants changing"
@@ -82,12 +82,7 @@ PAIRS = [
 
 
 def bench(options: Options) -> list[dict[str, Any]]:
-    """A line for each variant of h64, h1024 and tp2.
-
-    Example::
-
-        bench(Options(Path("bench_out"), only="h64"))
-    """
+    """A line for each variant of h64, h1024 and tp2."""
     lines: list[dict[str, Any]] = []
     for workload in asked(options, [_H64, _H1024, _TP2]):
         if workload.name == "tp2":
@@ -107,10 +102,7 @@ def bench(options: Options) -> list[dict[str, Any]]:
 
 
 def profiled(name: str) -> tuple[Workload, dict[str, Any]] | None:
-    """What a line's profile is made of; those of several processes have that of one.
-
-    Example: ``profiled("tp2:all_ranks")``.
-    """
+    """What a line's profile is made of; those of several processes have that of one."""
     size, _, variant = name.partition(":")
     workload = {"h64": _H64, "h1024": _H1024, "tp2": WORKLOADS["h1024"]}.get(size)
     file = {**VARIANTS, **_OVER_RANKS}.get(variant)
@@ -141,7 +133,8 @@ def off_step_seconds() -> float:
 
     Example::
 
-        off_step_seconds() < 1e-3
+        >>> off_step_seconds() < 1e-3
+        True
     """
     import torch
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from msprobe_megatron.bench.nets import NETS, measure_net
-from msprobe_megatron.bench.options import Options, measured
-from msprobe_megatron.bench.peer.columns import Pair, columns
-from msprobe_megatron.bench.turns import PLAIN, Workload
-from msprobe_megatron.bench.workloads import ARCHITECTURES, WORKLOADS, asked, known, workload_of
+from msprobe_megatron.lab.bench.clockwork.turns import PLAIN, Workload
+from msprobe_megatron.lab.bench.models.nets import NETS, measure_net
+from msprobe_megatron.lab.bench.models.workloads import ARCHITECTURES, WORKLOADS, asked, known, workload_of
+from msprobe_megatron.lab.bench.options import Options, measured
+from msprobe_megatron.lab.bench.peer.columns import Pair, columns
 
 ABOUT = (
     "CPU time and peak memory of a training step over those of steps without the kit beside it; medians, taking turns"
@@ -133,12 +133,7 @@ PAIRS = [
 
 
 def bench(options: Options) -> list[dict[str, Any]]:
-    """A line for each combination, at both sizes.
-
-    Example::
-
-        bench(Options(Path("bench_out"), only="h64"))
-    """
+    """A line for each combination, at both sizes."""
     if options.model is not None:
         return _models(options)
     lines: list[dict[str, Any]] = []

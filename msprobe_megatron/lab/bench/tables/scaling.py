@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from msprobe_megatron.bench.options import Options
-from msprobe_megatron.bench.processes import run_ranks
-from msprobe_megatron.bench.turns import BenchFailed
+from msprobe_megatron.lab.bench.clockwork.processes import run_ranks
+from msprobe_megatron.lab.bench.clockwork.turns import BenchFailed
+from msprobe_megatron.lab.bench.options import Options
 
 ABOUT = (
     "Local batch fixed, data parallel; median of the seconds between steps of the slowest rank. Processes that share"
@@ -26,14 +26,9 @@ _STEPS, _LEAST = 24, 6
 
 
 def bench(options: Options) -> list[dict[str, Any]]:
-    """A line for each number of processes.
-
-    Example::
-
-        bench(Options(Path("bench_out"), ranks=2))
-    """
-    from msprobe_megatron.analyse.load import open_run
-    from msprobe_megatron.analyse.throughput import scaling
+    """A line for each number of processes."""
+    from msprobe_megatron.analysis.diagnose.throughput import scaling
+    from msprobe_megatron.analysis.load.run import open_run
 
     if options.model is not None and not options.model.startswith("--"):
         raise BenchFailed(f"--model {options.model!r}: accepted are flags of Megatron, such as {_FLAGS[:16]} …")
@@ -71,10 +66,7 @@ def bench(options: Options) -> list[dict[str, Any]]:
 
 
 def run_job(folder: Path, processes: int, steps: int, model: str = _FLAGS) -> Path:
-    """Train the demo job over `processes` data-parallel processes under the monitor; returns the run directory.
-
-    Example: ``run_job(Path("bench_out/scaling_2"), 2, steps=24)``.
-    """
+    """Train the demo job over `processes` data-parallel processes under the monitor; returns the run directory."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     probe = folder.with_suffix(".yaml")
     probe.write_text(

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from msprobe_megatron.bench.layouts import ONE_CARD, Layout
-from msprobe_megatron.bench.lone_rank import lone_rank
-from msprobe_megatron.bench.options import Options
-from msprobe_megatron.bench.turns import BenchFailed
-from msprobe_megatron.bench.write_speed import speeds, why_slow
+from msprobe_megatron.lab.bench.clockwork.turns import BenchFailed
+from msprobe_megatron.lab.bench.models.layouts import ONE_CARD, Layout
+from msprobe_megatron.lab.bench.models.lone_rank import lone_rank
+from msprobe_megatron.lab.bench.options import Options
+from msprobe_megatron.lab.bench.tables.write_speed import speeds, why_slow
 
 ABOUT = (
     "Bytes of saved tensors of one step, each distinct tensor once (bf16), by level and microbatches a step: on one"
@@ -133,12 +133,7 @@ Model = tuple[Shape, Layout]
 
 
 def bench(options: Options) -> list[dict[str, Any]]:
-    """Lines for the models of the seeds, the error of the calculation, and the speed of the writer.
-
-    Example::
-
-        bench(Options(Path("bench_out"), only="L0"))
-    """
+    """Lines for the models of the seeds, the error of the calculation, and the speed of the writer."""
     models = _models(options.model)
     layouts = list(dict.fromkeys(layout for _, layout in models.values()))
     lines: list[dict[str, Any]] = []
@@ -158,10 +153,7 @@ def bench(options: Options) -> list[dict[str, Any]]:
 
 
 def why_missed(line: Mapping[str, Any], out: Path) -> list[str]:
-    """The profile of a line that missed what was asked: of the writer, or of the calculation.
-
-    Example: ``why_missed({"name": "speed", "share": 0.7, "target": 0.8}, Path("bench_out"))``.
-    """
+    """The profile of a line that missed what was asked: of the writer, or of the calculation."""
     if line["name"] == "speed":
         return [why_slow(out)]
     _, level, *rest = str(line["name"]).split(":")
@@ -213,10 +205,7 @@ def _lines(
 
 
 def layout_text(layout: Layout) -> str:
-    """The layout in a word; empty for one card.
-
-    Example: ``layout_text(Layout(tp=2, pp=2)) == "tp2 pp2"``.
-    """
+    """The layout in a word; empty for one card."""
     sizes = [f"{axis}{size}" for axis, size in (("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp)) if size > 1]
     return " ".join([*sizes, "sp"] if layout.sequence_parallel else sizes)
 
@@ -227,7 +216,7 @@ def _joined(*words: str) -> str:
 
 def _models(asked: str | None) -> dict[str, Model]:
     """The seeds' models, one of them, or one that is given by Megatron's flags, with its layout."""
-    from msprobe_megatron.bench.workloads import known
+    from msprobe_megatron.lab.bench.models.workloads import known
 
     every = {name: (shape, ONE_CARD) for name, shape in MODELS.items()}
     every |= {f"{name}, tp8": (MODELS[name], TP8) for name in ("LLaMA2-7B", "LLaMA2-13B")}
@@ -259,21 +248,18 @@ def _models(asked: str | None) -> dict[str, Model]:
 
 def _files(size: int) -> int:
     """Packs of tensors, and the rows and call sites of the step."""
-    from msprobe_megatron.record.tensors import PACK_BYTES
+    from msprobe_megatron.job.record.tensors import PACK_BYTES
 
     return -(-size // PACK_BYTES) + 2
 
 
 def recorded(shape: Shape, level: str, layout: Layout = ONE_CARD, stage: int = 0) -> tuple[int, int]:
-    """Bytes and files of the saved tensors of one step of a demo job, on one rank of a stage that has this shape.
-
-    Example: ``recorded(HELD_OUT, "L1", Layout(tp=2))``.
-    """
+    """Bytes and files of the saved tensors of one step of a demo job, on one rank of a stage that has this shape."""
     from msprobe_megatron import attach
-    from msprobe_megatron.bench.turns import size_of
     from msprobe_megatron.config import Overrides, from_document
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.bench.clockwork.turns import size_of
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     rank = lone_rank(layout.rank(stage), layout.world)
     with tempfile.TemporaryDirectory(prefix="msprobe_volume_") as folder, rank:

@@ -24,10 +24,7 @@ _SYNC = "sync of thread "
 
 
 def speeds(out: Path, turns: int) -> dict[str, Any]:
-    """The kit's writer and a plain sequential one on the same disk, taking turns: bytes a second, medians.
-
-    Example: ``speeds(Path("bench_out"), turns=5)["share"]``.
-    """
+    """The kit's writer and a plain sequential one on the same disk, taking turns: bytes a second, medians."""
     out.mkdir(parents=True, exist_ok=True)
     tensors = _tensors()
     times: dict[str, list[float]] = {"ours": [], "plain": [], "held up": []}
@@ -51,10 +48,7 @@ def speeds(out: Path, turns: int) -> dict[str, Any]:
 
 
 def why_slow(out: Path) -> str:
-    """Where the time goes, by thread and by stage, beside that of the plain writer: one turn of each, in words.
-
-    Example: ``why_slow(Path("bench_out"))``.
-    """
+    """Where the time goes, by thread and by stage, beside that of the plain writer: one turn of each, in words."""
     out.mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = defaultdict(float)
     tensors = _tensors()
@@ -90,8 +84,8 @@ def _tensors() -> list[Any]:
 @contextlib.contextmanager
 def _watched(seconds: dict[str, float]) -> Iterator[None]:
     """Adds up the seconds of each stage of the kit's way to the disk."""
-    from msprobe_megatron.record.tensors import TensorPack
-    from msprobe_megatron.record.writer import Writer
+    from msprobe_megatron.job.record.tensors import TensorPack
+    from msprobe_megatron.job.record.writer import Writer
 
     with (
         mock.patch.object(Writer, "submit", _timed(Writer.submit, seconds, "submit")),
@@ -145,16 +139,16 @@ def _plain(tensors: list[Any], path: Path) -> float:
 @contextlib.contextmanager
 def _kit(path: Path) -> Iterator[Callable[[list[Any], int], tuple[float, float]]]:
     """A job's writer: seconds until all is on the disk, and seconds in which the thread that trains could not train."""
-    from msprobe_megatron import backends
-    from msprobe_megatron.record.directory import RunDirectory
-    from msprobe_megatron.record.schema import IDENTITY_COLUMNS
-    from msprobe_megatron.record.tensors import TensorPacks
-    from msprobe_megatron.record.writer import Writer
+    from msprobe_megatron.job import devices
+    from msprobe_megatron.job.record.tensors import TensorPacks
+    from msprobe_megatron.job.record.writer import Writer
+    from msprobe_megatron.run_directory.directory import RunDirectory
+    from msprobe_megatron.run_directory.schema import IDENTITY_COLUMNS
 
     faults: list[BaseException] = []
     directory = RunDirectory.create(path)
     writer = Writer(directory, dict.fromkeys(IDENTITY_COLUMNS, 0), 4 * _SPEED_BYTES, faults.append)
-    packs = TensorPacks(backends.select().to_host, writer.submit)
+    packs = TensorPacks(devices.select().to_host, writer.submit)
 
     def write(tensors: list[Any], step: int) -> tuple[float, float]:
         began = time.perf_counter()

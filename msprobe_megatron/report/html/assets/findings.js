@@ -24,7 +24,7 @@ function alertsCard() {
   const rows = DATA.alerts.map((alert) => h("tr", { class: BY_KEY.has(alert.key) ? "pick" : null, onclick: () => showTensor(alert.key, alert.step) },
     h("td", { class: "n" }, alert.step), h("td", null, span(alert.ranks)), h("td", null, h("span", { class: "badge bad" }, alert.rule)), h("td", { class: "key" }, alert.name), h("td", { class: "pre" }, alert.text)));
   return card("Alerts", rows.length ? `${plural(rows.length, "alert")}, causes first; red on the line: alerts and faults, yellow: other events` : "No rule and no check has raised an alert.", line,
-    rows.length ? h("div", { class: "long" }, table([{ title: "step", number: true }, { title: "ranks" }, { title: "rule" }, { title: "name" }, { title: "what was seen" }], rows, { id: "alerts" })) : null);
+    rows.length ? h("div", { class: "long" }, table([{ title: "step", number: true }, { title: "ranks" }, { title: "rule" }, { title: "name" }, { title: "finding" }], rows, { id: "alerts" })) : null);
 }
 
 function suspectsOf(perturb) {
@@ -32,19 +32,19 @@ function suspectsOf(perturb) {
   const rows = perturb.suspects.map((suspect) => h("tr", null, h("td", null, h("span", { class: "badge bad" }, VERDICT_WORDS[suspect.verdict] || suspect.verdict)), h("td", { class: "key" }, suspect.name),
     h("td", null, suspect.layers.length ? span(suspect.layers) : "–"), h("td", null, span(suspect.steps)), h("td", null, span(suspect.ranks)), h("td", { class: "n" }, `${suspect.times} of ${suspect.looks}`),
     h("td", null, h("div", null, suspect.text), h("div", { class: "muted" }, `${suspect.sure}; next: ${suspect.next}`))));
-  return card("Suspect operators", `${plural(perturb.operators, "operator")} looked at again in steps ${span(perturb.steps)}: ${counts}`, rows.length
-    ? h("div", { class: "long" }, table([{ title: "verdict" }, { title: "operator" }, { title: "layers" }, { title: "steps" }, { title: "ranks" }, { title: "found", number: true }, { title: "what, and what to do" }], rows, { id: "perturb" }))
-    : h("p", null, h("span", { class: "badge good" }, "none"), " Every operator that was looked at is as stable as its kind may be."));
+  return card("Suspect operators", `${plural(perturb.operators, "operator")} checked in steps ${span(perturb.steps)}: ${counts}`, rows.length
+    ? h("div", { class: "long" }, table([{ title: "verdict" }, { title: "operator" }, { title: "layers" }, { title: "steps" }, { title: "ranks" }, { title: "found", number: true }, { title: "finding and next step" }], rows, { id: "perturb" }))
+    : h("p", null, h("span", { class: "badge good" }, "none"), " Every checked operator is within the limits of its class."));
 }
 
 function checksCard() {
   if (!DATA.checks.length) return null;
   const disagree = DATA.alerts.filter((alert) => alert.rule === "replica").length;
   const rows = DATA.checks.map((entry) => h("tr", null, h("td", { class: "key" }, entry.group), h("td", null, span(entry.ranks)), h("td", { class: "n" }, entry.times), h("td", null, entry.notes.join("; "))));
-  return card("Ranks compared while training", disagree ? "digests of weights, gradients and generators; they were not the same, see the alerts" : "digests of weights, gradients and generators were the same in all of them",
+  return card("Ranks compared while training", disagree ? "digests of weights, gradients and RNG states differ, see the alerts" : "digests of weights, gradients and RNG states were identical in all comparisons",
     h("div", { class: "long" }, table([{ title: "group" }, { title: "ranks" }, { title: "comparisons", number: true }, { title: "" }], rows, { id: "checks" })));
 }
 function findingsTab() {
   return h("div", { class: "stack" }, DATA.perturb ? suspectsOf(DATA.perturb) : null, alertsCard(), checksCard(),
-    DATA.perturb ? null : card("Suspect operators", "No operator was looked at again. Add a perturb section to the probe file to have them examined without a second run."));
+    DATA.perturb ? null : card("Suspect operators", "No operator was checked. Add a perturb section to the probe file to check operators without a second run."));
 }

@@ -8,9 +8,9 @@ function logTab() {
   const groups = log.ledgers.groups.map((group) => [h("h3", { css: { margin: "10px 0 2px" } }, `ranks ${span(group.ranks)}`), table([{ title: "what" }, { title: "" }], pairs(group.ledger))]);
   const patches = log.ledgers.patches.map((patch) => h("tr", null, h("td", { class: "mono" }, patch.id), h("td", null, h("span", { class: `badge ${patch.state === "bound" ? "good" : "note"}` }, patch.state)), h("td", { class: "n" }, patch.fired), h("td", null, patch.why || patch.reason)));
   return h("div", { class: "stack" },
-    card("Warnings", log.warnings.length ? null : "Everything that was asked was recorded.", log.warnings.length ? h("ul", null, log.warnings.map((text) => h("li", null, text))) : null),
+    card("Warnings", log.warnings.length ? null : "Everything requested was recorded.", log.warnings.length ? h("ul", null, log.warnings.map((text) => h("li", null, text))) : null),
     card("Events", log.events.length ? "alerts, faults and drops of all ranks" : "No alert, no fault, no drop.", events.length ? h("div", { class: "long" }, table([{ title: "step", number: true }, { title: "rank", number: true }, { title: "event" }, { title: "text" }], events)) : null),
-    card("Ledger", "what was asked, bound, seen and written; ranks that are alike together", groups),
+    card("Ledger", "requested, bound, observed and written; equal ranks are grouped", groups),
     card("Patches", null, h("div", { class: "long" }, table([{ title: "patch" }, { title: "state" }, { title: "fired", number: true }, { title: "why" }], patches))));
 }
 const sourceWords = (sources) => Object.fromEntries(Object.entries(sources || {}).map(([root, state]) => [`sources of ${root}`, state && state.digest ? `${String(state.commit || "no commit").slice(0, 10)}, ${state.files} files, digest ${state.digest}` : state]));
@@ -22,8 +22,8 @@ function setupTab() {
   const probe = DATA.run.probe || {};
   return h("div", { class: "columns" }, card("Training arguments", `${body.length} of them`, input, table([{ title: "argument" }, { title: "value" }], body)),
     h("div", { class: "stack", css: { "align-content": "start" } }, card("Versions", null, table([{ title: "what" }, { title: "version" }], pairs({ ...DATA.run.versions, ...sourceWords(DATA.run.sources) }), { id: "versions" })),
-      card("Environment", "variables that can change what is computed or how ranks talk", table([{ title: "variable" }, { title: "value" }], pairs(DATA.run.environment), { id: "environment" })),
+      card("Environment", "variables that can change what is computed or how ranks communicate", table([{ title: "variable" }, { title: "value" }], pairs(DATA.run.environment), { id: "environment" })),
       card("Layout", null, table([{ title: "axis" }, { title: "size" }], pairs(DATA.run.sizes))),
       card("Probe file", probe.file || null, h("pre", { class: "mono pre", css: { margin: "0" } }, JSON.stringify(probe.content || {}, null, 2))),
-      (DATA.run.unseen || []).length ? card("Not seen", "what the kit cannot look into in this job", h("ul", null, DATA.run.unseen.map((text) => h("li", null, plain(text))))) : null));
+      (DATA.run.unseen || []).length ? card("Not observed", "parts of this job that the kit cannot observe", h("ul", null, DATA.run.unseen.map((text) => h("li", null, plain(text))))) : null));
 }

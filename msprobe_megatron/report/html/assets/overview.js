@@ -46,14 +46,14 @@ function lossCharts() {
 }
 
 function differenceCard() {
-  const map = VERSUS.map, kinds = heatKinds(map), words = { yes: "further apart than rounding explains", no: "nowhere further apart than rounding explains", each: "tensors differ", unit: "(all that rounding explains)",
+  const map = VERSUS.map, kinds = heatKinds(map), words = { yes: "error above that expected from rounding", no: "no error above that expected from rounding", each: "tensors differ", unit: "(expected from rounding)",
     // Colours end where rounding ends: two right runs stay pale.
     scale: { low: 0.001, high: 1, log: true, of: (v) => (v <= 0.001 ? 0 : Math.min(1, 1 + Math.log10(v) / 3)) } };
   const first = VERSUS.comparison.first_divergence, place = h("div");
   const draw = (kind) => place.replaceChildren(heatMap(map, VERSUS.comparison.steps, kind, "excess", "layer", showPlace, words));
   const kind = first && map.kinds[first.kind] ? first.kind : (kinds[0] || [""])[0];
   draw(kind);
-  return card("Where the runs are apart", "largest error of each layer and step, in units of what rounding explains", h("div", { class: "controls" }, select("of", kinds, kind, draw)), place);
+  return card("Where the runs differ", "largest error of each layer and step, relative to the error expected from rounding", h("div", { class: "controls" }, select("of", kinds, kind, draw)), place);
 }
 function overviewTab() {
   const bad = DATA.verdict.headline.startsWith("Non-finite");

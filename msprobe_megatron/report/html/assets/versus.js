@@ -7,7 +7,7 @@ function versusTab() {
   const words = h("div", { class: "legend" }, STATE_ORDER.filter((state) => c.counts[state]).map((state) => h("span", null, h("i", { class: `v-${state}` }), `${c.counts[state].toLocaleString("en")} ${STATE_WORDS[state]}`)));
   const sides = h("p", { class: "muted" }, `golden: ${c.golden} (${layoutWords(VERSUS.run.sizes)}) · this run: ${c.run} (${layoutWords(DATA.run.sizes)}) · steps ${span(c.steps)}`);
   return h("div", { class: "stack" },
-    card({ agree: "The runs agree", diverged: "The runs diverged", incomparable: "The runs cannot be compared" }[c.verdict], c.reason, sides, c.reason ? null : h("p", null, `${total.toLocaleString("en")} tensors, shards and microbatches put together`), shares, words,
+    card({ agree: "The runs agree", diverged: "The runs diverged", incomparable: "The runs cannot be compared" }[c.verdict], c.reason, sides, c.reason ? null : h("p", null, `${total.toLocaleString("en")} tensors, shards and microbatches merged`), shares, words,
       c.hints.map((text) => h("p", null, h("span", { class: "badge note" }, "hint"), " ", text))),
     flowCard(), suspectsCard(c), setupCard());
 }
@@ -24,8 +24,8 @@ function flowCard() {
       h("div", { class: "pair" }, h("span", { class: `badge ${{ agree: "good", diverged: "bad", inherited: "note" }[entry.state] || ""}` }, entry.first ? "first divergence" : STATE_WORDS[entry.state])));
   });
   const head = h("div", { class: "flow-head" }, h("div"), h("div", null, "tensor, and the norm that each rank holds"), h("div", { class: "pair" }, "golden"), h("div", { class: "pair" }, "this run"), h("div"));
-  return card("How it came about", `step ${first.step}${first.microbatch === null ? "" : `, microbatch ${first.microbatch}`}, in order of cause; error ${first.error === null ? "infinite" : num(first.error, 3)}, rounding explains ${num(first.tolerance, 3)}; ranks ${span(first.ranks)}`,
-    h("div", { class: "flow", id: "flow" }, head, stops), VERSUS.way.communication || (DATA.run.world || 1) === 1 ? null : h("p", { class: "muted" }, "Communication was not recorded; with dump: {level: mix} this list names what carried each value from rank to rank."),
+  return card("Path to the first divergence", `step ${first.step}${first.microbatch === null ? "" : `, microbatch ${first.microbatch}`}, in causal order; relative error ${first.error === null ? "infinite" : num(first.error, 3)}, expected from rounding ${num(first.tolerance, 3)}; ranks ${span(first.ranks)}`,
+    h("div", { class: "flow", id: "flow" }, head, stops), VERSUS.way.communication || (DATA.run.world || 1) === 1 ? null : h("p", { class: "muted" }, "Communication was not recorded; with dump: {level: mix} this list names the communication between ranks."),
     first.site && first.site.stack.length ? [h("h3", { css: { margin: "12px 0 0" } }, "Called from"), h("ol", { class: "frames mono" }, first.site.stack.slice(0, 5).map((frame) => h("li", { title: frame }, frame.split("site-packages/").pop().split("/").slice(-4).join("/"))))] : null);
 }
 function heldBy(entry) {
@@ -42,15 +42,15 @@ function suspectsCard(c) {
   const rows = c.suspects.map((d) => { const key = keyOf(d); return h("tr", { class: "pick", onclick: () => showTensor(key, d.step) },
     h("td", null, h("span", { class: "key" }, d.name), " ", h("span", { class: "muted" }, labelOf(d))), h("td", { class: "n" }, d.step), h("td", { class: "n" }, d.microbatch === null ? "–" : d.microbatch), h("td", null, span(d.ranks)),
     h("td", { class: "n" }, d.error === null ? "infinite" : num(d.error, 3)), h("td", { class: "n" }, num(d.tolerance, 3)), h("td", null, h("span", { class: `badge ${d.state === "diverged" ? "bad" : "note"}` }, STATE_WORDS[d.state] || d.state)), h("td", null, d.what)); });
-  return card("Next suspects", null, table([{ title: "tensor" }, { title: "step", number: true }, { title: "microbatch", number: true }, { title: "ranks" }, { title: "error", number: true }, { title: "allowed", number: true }, { title: "state" }, { title: "what" }], rows, { id: "suspects" }));
+  return card("Next suspects", null, table([{ title: "tensor" }, { title: "step", number: true }, { title: "microbatch", number: true }, { title: "ranks" }, { title: "error", number: true }, { title: "expected", number: true }, { title: "state" }, { title: "details" }], rows, { id: "suspects" }));
 }
-const EFFECT_WORDS = { model: "another model", weights: "other weights", data: "other data", optimizer: "other updates", precision: "rounding", kernels: "kernels: rounding", versions: "other software", unknown: "effect not known", layout: "layout: rounding", none: "no effect on numbers" };
+const EFFECT_WORDS = { model: "different model", weights: "different weights", data: "different data", optimizer: "different updates", precision: "rounding", kernels: "kernels: rounding", versions: "different software", unknown: "unknown effect", layout: "layout: rounding", none: "no effect on the numerics" };
 function setupCard() {
   const rowOf = (entry) => h("tr", null, h("td", { class: "key" }, entry.name), h("td", { class: "mono" }, plain(entry.golden)), h("td", { class: "mono" }, plain(entry.run)),
     h("td", null, h("span", { class: `badge ${{ model: "bad", weights: "bad", data: "bad", optimizer: "bad", layout: "", none: "" }[entry.effect] ?? "note"}` }, EFFECT_WORDS[entry.effect] || entry.effect)));
   const columns = [{ title: "setting" }, { title: "golden" }, { title: "this run" }, { title: "effect" }];
   const matter = VERSUS.setup.filter((entry) => entry.effect !== "none"), rest = VERSUS.setup.filter((entry) => entry.effect === "none");
-  return card("How the two were set up", matter.length ? "arguments, environment, versions, sources, weights and data that differ; those that change numbers most first" : "Nothing that can change a number differs: arguments, environment, versions, sources.",
+  return card("Settings that differ", matter.length ? "arguments, environment, versions, sources, weights and data that differ; largest effect on the numerics first" : "No setting differs that can change the numerics: arguments, environment, versions, sources.",
     matter.length ? table(columns, matter.map(rowOf), { id: "setup-differences" }) : null,
-    rest.length ? h("details", null, h("summary", null, `${plural(rest.length, "more setting")} without effect on numbers`), table(columns, rest.map(rowOf))) : null);
+    rest.length ? h("details", null, h("summary", null, `${plural(rest.length, "more setting")} without effect on the numerics`), table(columns, rest.map(rowOf))) : null);
 }

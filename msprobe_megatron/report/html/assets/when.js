@@ -39,6 +39,6 @@ function whenTab() {
     card("Trends", "up to six tensors; red bands are steps with non-finite values", h("div", { class: "controls" }, input, h("datalist", { id: "trend-names" }, names.slice(0, 3000).map((name) => h("option", { value: name }))),
       select("show", Object.entries(STATISTICS).map(([key, [words]]) => [key, words]), trend.statistic, (value) => { trend.statistic = value; drawTrend(); }),
       select("scale", [["log", "logarithmic"], ["linear", "linear"]], "log", (value) => { trend.log = value === "log"; drawTrend(); })), trendPlace),
-    heatCard("Layers by step", "shards put together; click for the layer's tensors", DATA.heat.layers, "layer", showPlace),
-    heatCard("Ranks by step", "what each rank holds, shards as they are", DATA.heat.ranks, "rank", null));
+    heatCard("Layers by step", "shards merged; click for the layer's tensors", DATA.heat.layers, "layer", showPlace),
+    heatCard("Ranks by step", "values of each rank, shards not merged", DATA.heat.ranks, "rank", null));
 }

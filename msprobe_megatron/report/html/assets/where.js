@@ -156,7 +156,7 @@ function drawDetail() {
   });
   const stage = DATA.stages.filter((entry) => entry.names.includes(where.name)).map((entry) => `stage ${entry.pp} (ranks ${span(entry.ranks)})`).join(", ");
   detailPlace.replaceChildren(...[
-    card(where.name, [classOf(where.name) || tensors[0].op, stage].filter(Boolean).join(" · "), h("div", { class: "muted" }, `step ${STEPS[i]}, all microbatches and shards put together`), table(columns, rows, { id: "tensors" })),
+    card(where.name, [classOf(where.name) || tensors[0].op, stage].filter(Boolean).join(" · "), h("div", { class: "muted" }, `step ${STEPS[i]}, all microbatches and shards merged`), table(columns, rows, { id: "tensors" })),
     trendOf(BY_KEY.get(where.key)), shardsOf(BY_KEY.get(where.key)), stackOf(where.name)].filter(Boolean));
 }
 
@@ -171,8 +171,8 @@ function shardsOf(t) {
   const shownStep = DATA.shards.steps.includes(step) ? step : DATA.shards.steps[DATA.shards.steps.length - 1];
   const rows = all.filter((row) => row[0] === shownStep);
   if (!rows.length) return null;
-  const reason = t.reason ? h("p", { class: "muted" }, `Not put together: ${t.reason}`) : null;
-  return card("What each rank holds", `step ${shownStep}${shownStep === step ? "" : `; ranks are kept for steps ${DATA.shards.steps.join(", ")}`}`, reason,
+  const reason = t.reason ? h("p", { class: "muted" }, `Not merged: ${t.reason}`) : null;
+  return card("Values of each rank", `step ${shownStep}${shownStep === step ? "" : `; ranks are kept for steps ${DATA.shards.steps.join(", ")}`}`, reason,
     h("div", { class: "long" }, table([{ title: "rank", number: true }, { title: "shape" }, { title: "shard" }, { title: "norm", number: true }, { title: "min", number: true }, { title: "max", number: true }, { title: "mean", number: true }, { title: "non-finite", number: true }],
       rows.map((row) => h("tr", null, h("td", { class: "n" }, row[1]), h("td", { class: "mono" }, DATA.shards.texts[row[8]]), h("td", { class: "mono" }, DATA.shards.texts[row[9]] || "whole"),
         h("td", { class: "n" }, num(row[2], 5)), h("td", { class: "n" }, num(row[3])), h("td", { class: "n" }, num(row[4])), h("td", { class: "n" }, num(row[5])), h("td", { class: `n${row[7] ? " bad-text" : ""}` }, row[7]))), { id: "shards" })));

@@ -22,7 +22,7 @@ function rankCard(rank, odd) {
 function paceOf(rank) {
   if (!rank.seconds) return null;
   const slowest = Math.max(...DATA.ranks.map((other) => other.seconds || 0));
-  return h("div", { class: "muted pace" }, h("i", { css: { width: `${(rank.seconds / slowest) * 60}px` } }), ` ${num(rank.seconds, 3)} s a step${rank.memory ? ` · ${sizeOf(rank.memory)}` : ""}`);
+  return h("div", { class: "muted pace" }, h("i", { css: { width: `${(rank.seconds / slowest) * 60}px` } }), ` ${num(rank.seconds, 3)} s/step${rank.memory ? ` · ${sizeOf(rank.memory)}` : ""}`);
 }
 function sizeOf(bytes) { const units = ["B", "KiB", "MiB", "GiB", "TiB"]; let i = 0; while (bytes >= 1024 && i < 4) { bytes /= 1024; i += 1; } return `${i ? bytes.toFixed(1) : bytes} ${units[i]}`; }
 
@@ -32,8 +32,8 @@ function commCard() {
   const sums = comm.totals.map((entry) => h("tr", null, h("td", { class: "mono" }, entry.op), h("td", null, entry.group), h("td", { class: "n" }, entry.calls.toLocaleString("en")), h("td", { class: "n" }, sizeOf(entry.bytes))));
   const rows = comm.first.map((x) => h("tr", null, h("td", { class: "mono" }, x.op), h("td", null, x.op === "send" ? `${x.ranks[0]} → ${x.ranks[1]}` : `${x.group}: ${span(x.ranks)}`), h("td", { class: "key" }, x.module), h("td", { class: "n" }, x.microbatch === null ? "–" : x.microbatch), h("td", null, x.phase), h("td", { class: "n" }, sizeOf(x.bytes)),
     h("td", null, x.finding ? h("span", { class: "badge bad" }, x.finding) : h("span", { class: "badge good" }, "matches"))));
-  return card("Communication", `step ${comm.step}: ${plural(comm.count, "exchange")}, what was given beside what arrived; ${comm.wrong ? `${comm.wrong} do not fit` : "all fit"}`,
-    table([{ title: "operation" }, { title: "group" }, { title: "calls", number: true }, { title: "sent a rank", number: true }], sums),
+  return card("Communication", `step ${comm.step}: ${plural(comm.count, "exchange")}, inputs and outputs matched across ranks; ${comm.wrong ? `${comm.wrong} inconsistent` : "all consistent"}`,
+    table([{ title: "operation" }, { title: "group" }, { title: "calls", number: true }, { title: "bytes per rank", number: true }], sums),
     h("div", { class: "long" }, table([{ title: "operation" }, { title: "ranks" }, { title: "module" }, { title: "microbatch", number: true }, { title: "phase" }, { title: "size", number: true }, { title: "" }], rows, { id: "communication" })));
 }
 
@@ -50,8 +50,8 @@ function whoTab() {
   const told = [["hold non-finite values", DATA.ranks.filter((rank) => rank.bad)], ["differ from their replicas", DATA.ranks.filter((rank) => odd.has(rank.rank))], ["had a fault", DATA.ranks.filter((rank) => rank.faults.length)], ["recorded nothing", TENSORS.length ? DATA.ranks.filter((rank) => !rank.rows) : []]]
     .filter(([, ranks]) => ranks.length && DATA.ranks.length > MANY_RANKS).map(([words, ranks]) => h("p", { class: "bad-text" }, `${plural(ranks.length, "rank")} ${words}: ${span(ranks.map((rank) => rank.rank).sort((a, b) => a - b))}`));
   return h("div", { class: "stack" },
-    card("Ranks", `${plural(DATA.run.world || 1, "rank")}, ${layoutWords(DATA.run.sizes)}; each with its place on every axis${DATA.ranks.length < DATA.run.world ? `; the first ${DATA.ranks.length} are shown` : ""}`, told, rows),
-    replicasCard(), commCard(), heatCard("Ranks by step", "what each rank holds, shards as they are", DATA.heat.ranks, "rank", null));
+    card("Ranks", `${plural(DATA.run.world || 1, "rank")}, ${layoutWords(DATA.run.sizes)}; each with its coordinates${DATA.ranks.length < DATA.run.world ? `; the first ${DATA.ranks.length} are shown` : ""}`, told, rows),
+    replicasCard(), commCard(), heatCard("Ranks by step", "values of each rank, shards not merged", DATA.heat.ranks, "rank", null));
 }
 // Of several values, the ranks that are outvoted; all of them when there is no majority.
 function minority(groups) {
@@ -60,9 +60,9 @@ function minority(groups) {
 }
 function replicasCard() {
   const replicas = DATA.replicas;
-  if (!replicas.total) return card("Replicas", "All ranks that should hold the same numbers do.");
+  if (!replicas.total) return card("Replicas", "All replicas hold identical values.");
   const rows = replicas.first.map((entry) => h("tr", { class: "pick", onclick: () => showTensor(entry.key, entry.step) }, h("td", { class: "n" }, entry.step), h("td", null, h("span", { class: "key" }, entry.name), " ", h("span", { class: "muted" }, `${KIND_WORDS[entry.kind] || entry.kind} ${entry.kind === "activation" || entry.kind === "gradient" ? entry.io : ""}`)),
     h("td", null, entry.groups.slice(0, 6).map((group) => h("div", { class: "mono" }, `ranks ${span(group.ranks)}: norm ${num(group.norm, 6)}${group.bad ? `, ${group.bad} non-finite` : ""}`)))));
-  return card("Replicas that disagree", `${plural(replicas.total, "tensor")} of ${plural(replicas.names, "name")} in steps ${span(replicas.steps)}; first sighting of each, earliest first`,
+  return card("Replicas that disagree", `${plural(replicas.total, "tensor")} of ${plural(replicas.names, "name")} in steps ${span(replicas.steps)}; first occurrence of each, earliest first`,
     h("div", { class: "long" }, table([{ title: "step", number: true }, { title: "tensor" }, { title: "values" }], rows, { id: "replicas" })));
 }

@@ -15,8 +15,8 @@ def train_and_save(argv: list[str], root: str, form: str) -> None:
     """Train in this rank, then write `root` in the form `legacy` or `torch_dist`."""
     from megatron.core import parallel_state
 
-    from msprobe_megatron.demo import launch
-    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo import launch
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
 
     end = launch.stop_groups
     found: list[Any] = []
@@ -26,7 +26,7 @@ def train_and_save(argv: list[str], root: str, form: str) -> None:
         (legacy if form == "legacy" else torch_dist)(found[0], found[1], Path(root), parallel_state)
         end()
 
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     launch.stop_groups = save_first
     try:

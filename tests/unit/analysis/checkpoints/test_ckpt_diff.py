@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from msprobe_megatron.checkpoints.differ import diff
-from msprobe_megatron.checkpoints.distributed_state import places_of
-from msprobe_megatron.checkpoints.held import CheckpointError
-from msprobe_megatron.checkpoints.opening import open_checkpoint
-from msprobe_megatron.checkpoints.plain_pickle import PickleError, read_pickle
-from msprobe_megatron.checkpoints.safe_load import StandIn, load_file
+from msprobe_megatron.analysis.checkpoints.differ import diff
+from msprobe_megatron.analysis.checkpoints.distributed_state import places_of
+from msprobe_megatron.analysis.checkpoints.held import CheckpointError
+from msprobe_megatron.analysis.checkpoints.opening import open_checkpoint
+from msprobe_megatron.analysis.checkpoints.plain_pickle import PickleError, read_pickle
+from msprobe_megatron.analysis.checkpoints.safe_load import StandIn, load_file
 from msprobe_megatron.cli import main
-from tests.checkpoints.jobs import train_and_save
-from tests.distributed.layouts import LAYOUTS, flags_of
-from tests.forked import run_forked
+from tests.jobs.distributed.layouts import LAYOUTS, flags_of
+from tests.support.forked import run_forked
+from tests.unit.analysis.checkpoints.jobs import train_and_save
 
 _MORE = {
     "distopt": (2, "--use-distributed-optimizer"),
@@ -92,8 +92,8 @@ def test_the_whole_is_what_the_files_hold(saved):
 
 
 def test_the_digest_is_that_of_a_dump(saved):
-    from msprobe_megatron.checkpoints.differ import _digest
-    from msprobe_megatron.measure.numbered import numbered_into
+    from msprobe_megatron.analysis.checkpoints.differ import _digest
+    from msprobe_megatron.run_directory.digest import numbered_into
 
     x = open_checkpoint(saved("single", "legacy")).tensors["parameter", "decoder.final_layernorm.weight"].load()
     word = torch.zeros(1, dtype=torch.int64)
@@ -175,7 +175,7 @@ def test_megatrons_own_mistake_is_said(saved):
     said = diff(checkpoint, checkpoint).problems
     assert bool(said) == bool(wrong)
     assert all(text.endswith(f" and {len(wrong) - 1} more") for text in said)
-    assert all(any(f"master weights are not the weights: {name} " in text for name in wrong) for text in said)
+    assert all(any(f"master weights differ from the weights: {name} " in text for name in wrong) for text in said)
 
 
 def _changed(saved, tmp_path, change):
@@ -226,7 +226,7 @@ def test_what_only_one_has_and_what_has_another_shape(saved, tmp_path):
     result = diff(open_checkpoint(saved("single", "legacy")), open_checkpoint(root))
     odd = {item.name: item for item in result.tensors if item.state != "equal" and item.kind == "parameter"}
     assert odd["decoder.extra.weight"].state == "only_right"
-    assert odd["decoder.final_layernorm.weight"].reason == "shape (32,) against (7,)"
+    assert odd["decoder.final_layernorm.weight"].reason == "shape (32,) vs (7,)"
     # The states no longer fit the weights: said, not guessed.
     assert any("fit no sequence of weights" in text for text in result.problems)
 
@@ -252,7 +252,7 @@ def test_vocabularies_of_another_padding(saved, tmp_path):
     torch.save(content, file)
     result = diff(open_checkpoint(saved("single", "legacy")), open_checkpoint(root))
     item = next(i for i in result.tensors if i.name == "embedding.word_embeddings.weight" and i.kind == "parameter")
-    assert (item.state, item.reason) == ("equal", "vocabulary padded to 128 and to 144: the first 128 rows")
+    assert (item.state, item.reason) == ("equal", "vocabulary padded to 128 and 144: compared the first 128 rows")
 
 
 class _Evil:

@@ -2,7 +2,7 @@
 
 import torch
 
-from msprobe_megatron.checkpoints.distributed_state import places_of, states_in_buffers
+from msprobe_megatron.analysis.checkpoints.distributed_state import places_of, states_in_buffers
 
 PRECISIONS = (torch.float32, torch.float32)
 

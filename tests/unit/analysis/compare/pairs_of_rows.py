@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from msprobe_megatron.analyse.match import STATISTICS, Pairs
+from msprobe_megatron.analysis.compare.match import STATISTICS, Pairs
 
 _TEXT = {
     "phase": "forward",
@@ -51,7 +51,7 @@ def pair(left: dict[str, Any] | None = None, right: dict[str, Any] | None = None
         for name in ("d_sum", "d_norm", "d_extreme", "d_counts", "bad"):
             entry[f"{name}_{side}"] = float((given or {}).get(name, 0.0))
         entry |= {f"dtype_{side}": "float32", f"global_shape_{side}": [16, 2, 32], f"reason_{side}": ""}
-        entry |= {f"dims_{side}": "s b h", f"quantum_{side}": 0.0}
+        entry |= {f"dims_{side}": "s b h", f"quantum_{side}": 0.0, f"by_sum_{side}": 0}
         entry |= {f"digest_{side}": None, f"seq_{side}": 0, f"copies_{side}": 1, f"rank_{side}": 0}
     return entry | common
 

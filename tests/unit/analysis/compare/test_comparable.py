@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from msprobe_megatron.analyse.comparable import no_repetition
-from tests.analyse.pairs import figures_of, pair, pairs_of
+from msprobe_megatron.analysis.compare.comparable import no_repetition
+from tests.unit.analysis.compare.pairs_of_rows import figures_of, pair, pairs_of
 
-RUN = SimpleNamespace(path="golden", facts={}, steps=[0])
-NOISE = SimpleNamespace(path="again", facts={}, steps=[0])
+RUN = SimpleNamespace(dumped_steps=[], path="golden", facts={}, steps=[0])
+NOISE = SimpleNamespace(dumped_steps=[], path="again", facts={}, steps=[0])
 TOKENS = np.arange(64)
 
 
@@ -29,16 +29,16 @@ def test_weights_of_a_repetition_may_be_off_by_their_last_place(dtype, unit):
     assert why_not(weights, weights + unit, dtype) == "", "one unit, all upwards"
     told = why_not(weights, weights * (1 + 20 * unit), dtype)
     assert told.startswith(
-        "--noise again is no repetition of golden: its weights are others, decoder.layers.0.mlp.w by "
+        "--noise again is not a repetition of golden: its weights differ, decoder.layers.0.mlp.w by "
     )
 
 
 def test_only_the_weights_of_the_first_step_have_to_be_the_same():
     weights = np.random.default_rng(1).standard_normal(256)
     assert why_not(weights, 3 * weights, step=1) == ""
-    assert "its weights are others" in why_not(weights, 3 * weights)
+    assert "its weights differ" in why_not(weights, 3 * weights)
 
 
 def test_other_data_are_no_repetition():
     weights = np.ones(8)
-    assert why_not(weights, weights, tokens=TOKENS + 1).endswith("it was given other data")
+    assert why_not(weights, weights, tokens=TOKENS + 1).endswith("its input data differ")

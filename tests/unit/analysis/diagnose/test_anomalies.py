@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from msprobe_megatron.analyse.anomalies import anomalies
-from msprobe_megatron.analyse.load import Run
+from msprobe_megatron.analysis.diagnose.suspects import anomalies
+from msprobe_megatron.analysis.load.run import Run
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_events_without_places_come_with_their_step(run):
 
 
 def test_diagnose_lists_them_in_that_order(tmp_path):
-    from msprobe_megatron.analyse.diagnose import diagnose
+    from msprobe_megatron.analysis.diagnose.diagnose import diagnose
 
     found = Run(tmp_path, {})
     write(found, [event(5, 0, "forward", 0, text="late"), event(2, 0, "backward", 0, text="early")] * 12)

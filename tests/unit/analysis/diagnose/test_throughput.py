@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.analyse.load import RunError, open_run
-from msprobe_megatron.analyse.throughput import WARM_UP, layout_text, scaling, throughput
-from msprobe_megatron.bench.scaling import run_job
-from msprobe_megatron.report.html.page import page_data
-from msprobe_megatron.report.scaling import plot
+from msprobe_megatron.analysis.diagnose.throughput import WARM_UP, layout_text, scaling, throughput
+from msprobe_megatron.analysis.load.run import RunError, open_run
+from msprobe_megatron.analysis.page.page_data import page_data
+from msprobe_megatron.lab.bench.tables.scaling import run_job
+from msprobe_megatron.report.terminal.scaling import plot
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_command(runs, tmp_path):
 
 def test_a_run_without_throughput_says_what_to_write(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"format": 1, "world": 1, "sizes": {}, "ranks": []}))
-    with pytest.raises(RunError, match="write monitor"):
+    with pytest.raises(RunError, match="add monitor"):
         throughput(open_run(tmp_path))
 
 

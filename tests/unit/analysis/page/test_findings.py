@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import duckdb
 import pytest
 
-from msprobe_megatron.analyse import view_alerts
-from msprobe_megatron.analyse.anomalies import Anomaly
-from msprobe_megatron.analyse.view_alerts import alerts, compared, examined
-from msprobe_megatron.analyse.view_calm import in_order
+from msprobe_megatron.analysis.diagnose.suspects import Anomaly
+from msprobe_megatron.analysis.page import page_data as alert_data
+from msprobe_megatron.analysis.page.findings import in_order
+from msprobe_megatron.analysis.page.page_data import alerts, compared, examined
 
 LOOKS = [("fc1", "ok"), ("fc1", "ok"), ("fc2", "wrong"), ("fc1", "ok"), ("fc2", "ok")]
 
@@ -45,11 +45,11 @@ LEDGERS = [
     {"checks": {"compared": 3, "groups": {"dp": [1]}}, "alerts": {"asked": ["spike"]}, "recorder": {"written": []}},
 ]
 TENSORS = "no NaN and no Inf in 5 tensors"
-REPLICAS = "replicas agree on all 2 tensors that several ranks hold"
-SUSPECTS = "no suspect in 5 looks at 2 operators"
-CHECKS = "ranks held the same in 3 comparisons (tp, dp)"
+REPLICAS = "replicas agree on all 2 replicated tensors"
+SUSPECTS = "no suspect in 5 checks of 2 operators"
+CHECKS = "replicas identical in 3 comparisons (tp, dp)"
 ALERTS = "no alert (nonfinite, spike)"
-RECORDER = "the flight recorder had no reason to write"
+RECORDER = "the flight recorder was not triggered"
 
 
 def test_each_part_says_how_much_it_looked_at():
@@ -88,7 +88,7 @@ def test_alerts_are_cut_and_it_is_said(monkeypatch):
         return [Anomaly({**event, "step": n, **({"rule": "spike"} if n else {})}, [0, 1], None) for n in range(number)]
 
     for number in (500, 501):
-        monkeypatch.setattr(view_alerts, "anomalies", lambda run, n=number: told(n))
+        monkeypatch.setattr(alert_data, "anomalies", lambda run, n=number: told(n))
         found = alerts(run())
         assert [alert["step"] for alert in found["alerts"]] == list(range(500))
         assert found["notes"] == (["500 of 501 alerts are shown."] if number == 501 else [])
@@ -103,8 +103,8 @@ class Suspected:
 
 def test_examined_counts_operators_once_and_verdicts_each(monkeypatch):
     assert examined(run()) is None
-    monkeypatch.setattr(view_alerts, "suspects", lambda run: [Suspected(n) for n in range(101)])
-    monkeypatch.setattr(view_alerts, "steps_of", lambda part: [4, 3])
+    monkeypatch.setattr(alert_data, "suspects", lambda run: [Suspected(n) for n in range(101)])
+    monkeypatch.setattr(alert_data, "steps_of", lambda part: [4, 3])
     found = examined(run(perturb=True))
     assert found.pop("suspects") == [{"place": n} for n in range(100)], "the worst, and they come first"
     assert found == {"steps": [3, 4], "operators": 2, "verdicts": {"ok": 4, "wrong": 1}}

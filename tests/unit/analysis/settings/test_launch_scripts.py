@@ -2,8 +2,8 @@
 
 import pytest
 
-from msprobe_megatron.analyse.checked import RunError
-from msprobe_megatron.analyse.launch_scripts import read_script
+from msprobe_megatron.analysis.load.run import RunError
+from msprobe_megatron.analysis.settings.launch_scripts import read_script
 
 SCRIPT = r"""#!/bin/bash
 # a comment with --num-layers 99

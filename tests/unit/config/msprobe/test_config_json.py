@@ -5,7 +5,6 @@ import json
 import pytest
 
 from msprobe_megatron.config import (
-    NOT_YET,
     DumpConfig,
     MonitorConfig,
     PerturbConfig,
@@ -13,8 +12,8 @@ from msprobe_megatron.config import (
     Target,
     parse_steps,
 )
-from msprobe_megatron.config.msprobe_json import BLOCKS, COMMON, TASKS
-from msprobe_megatron.config.schema import Slice
+from msprobe_megatron.config.msprobe.config_json import BLOCKS, COMMON, TASKS
+from msprobe_megatron.config.sections.dump import Slice
 
 BASE = {"task": "statistics", "dump_path": "./d", "rank": [], "step": [], "level": "L0"}
 
@@ -104,22 +103,22 @@ NOTED = [
     ("statistics", "dump_enable", True, "msprobe-megatron ctl RUN"),
     ("statistics", "custom_op_namespaces", [], "seen in every namespace"),
     ("statistics", "custom_op_namespaces", ["_C_ascend"], "seen in every namespace"),
-    ("statistics", "enable_dataloader", False, "asks for nothing"),
-    ("statistics", "is_deterministic", False, "asks for nothing"),
-    ("statistics", "acl_config", "", "asks for nothing"),
-    ("tensor", "tensor.file_format", "npy", "asks for nothing"),
-    ("tensor", "tensor.backward_input", [], "asks for nothing"),
-    ("tensor", "tensor.request_id", "", "asks for nothing"),
-    ("tensor", "tensor.online_run_ut", False, "asks for nothing"),
-    ("structure", "structure.scope", [], "asks for nothing"),
-    ("structure", "structure.list", [], "asks for nothing"),
-    ("structure", "structure.data_mode", ["all"], "asks for nothing"),
-    ("overflow_check", "overflow_check.overflow_nums", -1, "asks for nothing"),
-    ("overflow_check", "overflow_check.check_mode", "all", "asks for nothing"),
+    ("statistics", "enable_dataloader", False, "has no effect"),
+    ("statistics", "is_deterministic", False, "has no effect"),
+    ("statistics", "acl_config", "", "has no effect"),
+    ("tensor", "tensor.file_format", "npy", "has no effect"),
+    ("tensor", "tensor.backward_input", [], "has no effect"),
+    ("tensor", "tensor.request_id", "", "has no effect"),
+    ("tensor", "tensor.online_run_ut", False, "has no effect"),
+    ("structure", "structure.scope", [], "has no effect"),
+    ("structure", "structure.list", [], "has no effect"),
+    ("structure", "structure.data_mode", ["all"], "has no effect"),
+    ("overflow_check", "overflow_check.overflow_nums", -1, "has no effect"),
+    ("overflow_check", "overflow_check.check_mode", "all", "has no effect"),
     ("free_benchmark", "free_benchmark.fuzz_device", "npu", "follows from pert_mode"),
     ("free_benchmark", "free_benchmark.fuzz_level", "L1", "all columns"),
-    ("grad_probe", "grad_probe.grad_level", "L0", "asks for nothing"),
-    ("grad_probe", "grad_probe.bounds", [], "asks for nothing"),
+    ("grad_probe", "grad_probe.grad_level", "L0", "has no effect"),
+    ("grad_probe", "grad_probe.bounds", [], "has no effect"),
     ("statistics", "tensor", {"list": ["x"]}, "block not used, task is statistics"),
     ("statistics", "acc_check", {"white_list": []}, "block not used, task is statistics"),
 ]
@@ -288,7 +287,6 @@ def test_the_file_msprobe_ships(probe):
     assert config.dump == DumpConfig(level="L1")
     assert config.steps == StepSelection()
     assert config.monitor is config.perturb is None
-    assert probe(shipped, "config.json", allow_unavailable=False).dump == DumpConfig(level="L1")
 
 
 def test_free_benchmark_of_the_documentation(probe):
@@ -344,10 +342,3 @@ def test_notes_tell_of_what_was_changed(probe):
     assert "dump_path: not written" in text
     assert config.dump is not None
     assert config.dump.list == ("a.b",)
-
-
-def test_unavailable_names_the_key_of_msprobe(refused, monkeypatch):
-    monkeypatch.setitem(NOT_YET, "dump.level=debug", "not here; accepted: L0")
-    text = '{"task": "statistics", "level": "debug", "dump_path": "d"}'
-    message = refused(text, "config.json", allow_unavailable=False)
-    assert message.startswith("config.json: level: 'debug' is not available in this release")

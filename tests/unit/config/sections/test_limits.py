@@ -3,8 +3,8 @@
 import pytest
 
 from msprobe_megatron.config import ConfigError, format_size
-from msprobe_megatron.config.node import Context, Node
-from msprobe_megatron.config.sizes import parse_size
+from msprobe_megatron.config.document import Context, Node
+from msprobe_megatron.config.sections.limits import parse_size
 
 
 def size(value):

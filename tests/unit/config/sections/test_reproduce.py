@@ -42,4 +42,4 @@ def test_replay(probe):
 
 
 def test_a_file_that_only_reproduces_asks_for_nothing(refused):
-    assert "nothing asked" in refused("reproduce: {}")
+    assert "requests nothing" in refused("reproduce: {}")

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.recipes.stub import Bench
+from tests.unit.hosts.launching.stub import Bench
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 RUNNER = ROOT / "scripts/msprobe_run.sh"
 ENV = ROOT / "scripts/msprobe_env.sh"
 RECIPES = ROOT / "scripts/recipes"
@@ -23,6 +23,17 @@ with open(os.environ["STUB_OUT"], "a") as file:
     kept = {{k: v for k, v in os.environ.items() if k.startswith(("MSPROBE", "HCCL", "NCCL", "PATH"))}}
     file.write(json.dumps({{"argv": sys.argv[1:], "environment": kept, "cwd": os.getcwd()}}) + "\\n")
 code = os.environ.get("STUB_CODE", "0")
+if os.environ.get("STUB_TRAINS"):
+    # One process of the script, through the kit's runner where it was asked for, but with nothing armed.
+    import subprocess
+    words = sys.argv[1:]
+    at = next(i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
+    arguments = iter(words[at + 1:])
+    kept = [word for word in arguments if not (word in {{"--msprobe-config", "--msprobe-output", "--msprobe-device"}}
+                                               and next(arguments))]
+    runner = ["-m", "msprobe_megatron.run"] if words[at - 1] == "msprobe_megatron.run" else []
+    quiet = {{k: v for k, v in os.environ.items() if not k.startswith("MSPROBE")}}
+    sys.exit(subprocess.run([sys.executable, *runner, words[at], *kept], env=quiet).returncode)
 if code == "wait":
     import signal
     def leave(number, frame):
@@ -36,6 +47,57 @@ sys.exit(int(code))
 _PYTHON = """#!/bin/sh
 if [ "$1" = -m ] && [ "$2" = torch.distributed.launch ]; then shift 2; exec "{torchrun}" "$@"; fi
 exec "{python}" "$@"
+"""
+
+
+# A training script with the manners of Megatron 0.6 in saving: at intervals, at the end, at exits without looking for
+# --save, and its pointer to the newest.
+TRAINER = """
+import argparse, os, sys
+parser = argparse.ArgumentParser(allow_abbrev=False)
+for name in ("--save", "--load", "--wandb-project", "--wandb-save-dir"):
+    parser.add_argument(name)
+for name in ("--train-iters", "--save-interval", "--exit-interval", "--exit-duration-in-mins"):
+    parser.add_argument(name, type=int)
+for name in ("--log-progress", "--exit-signal-handler", "--finetune"):
+    parser.add_argument(name, action="store_true")
+args = parser.parse_known_args()[0]
+POINTER = "latest_checkpointed_iteration.txt"
+
+def save(iteration):
+    folder = os.path.join(args.save, f"iter_{iteration:07d}", "mp_rank_00")
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "model_optim_rng.pt"), "w") as file:
+        file.write(f"weights of the short job at {iteration}")
+    with open(os.path.join(args.save, POINTER), "w") as file:
+        file.write(str(iteration))
+
+if args.save:
+    assert args.save_interval
+if args.log_progress:
+    assert args.save is not None
+    with open(os.path.join(args.save, "progress.txt"), "a") as file:
+        file.write("Starting job")
+if args.wandb_project:
+    os.makedirs(args.wandb_save_dir or os.path.join(args.save, "wandb"), exist_ok=True)
+iteration = 0
+if args.load and not args.finetune and os.path.exists(os.path.join(args.load, POINTER)):
+    iteration = int(open(os.path.join(args.load, POINTER)).read())
+while iteration < args.train_iters:
+    iteration += 1
+    if args.exit_signal_handler and iteration == 3 or args.exit_duration_in_mins and iteration == 4:
+        save(iteration)
+        break
+    if args.save and iteration % args.save_interval == 0:
+        save(iteration)
+    if args.exit_interval and iteration % args.exit_interval == 0:
+        if args.save:
+            save(iteration)
+        break
+if args.save and iteration and iteration % args.save_interval:
+    save(iteration)
+with open("trained.txt", "w") as file:
+    file.write(f"{iteration} of {args.train_iters}, saved to {args.save}")
 """
 
 
@@ -73,7 +135,7 @@ class Bench:
         return path
 
     def environment(self, **more: str) -> dict[str, str]:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("MSPROBE")}
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("MSPROBE", "HCCL"))}
         path = f"{self.stubs}{os.pathsep}{clean['PATH']}"
         return {**clean, "PATH": path, "STUB_OUT": str(self.out), "MSPROBE_PYTHON": sys.executable, **more}
 

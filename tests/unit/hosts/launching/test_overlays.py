@@ -8,12 +8,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.analyse.diagnose import diagnose
-from msprobe_megatron.analyse.load import open_run
+from msprobe_megatron.analysis.diagnose.diagnose import diagnose
+from msprobe_megatron.analysis.load.run import open_run
 from msprobe_megatron.config import ConfigError, load
-from msprobe_megatron.overlays import all_overlays, find, read
-from tests.forked import run_forked
-from tests.recipes.stub import RECIPES
+from msprobe_megatron.hosts.launching.overlays import all_overlays, find, read
+from tests.support.forked import run_forked
+from tests.unit.hosts.launching.stub import RECIPES
 
 OVERLAYS = {overlay.name: overlay for overlay in all_overlays(RECIPES)}
 # The models that have to be there, by the name a user would look for.
@@ -114,6 +114,34 @@ def test_an_overlay_is_suggested(bench):
 
 
 @pytest.mark.parametrize(
+    ("made", "hinted"),
+    [
+        ([], "mindspeed_llm/llama2_7b or modellink/llama2_7b"),
+        (["modellink"], "modellink/llama2_7b"),
+        (["modellink", "megatron"], "modellink/llama2_7b"),
+        (["mindspeed_llm/features_manager/arguments/deprecated_args.py"], "mindspeed_llm/llama2_7b"),
+        # Before 2.2 it takes ModelLink's flags.
+        (["mindspeed_llm"], "modellink/llama2_7b"),
+        (["megatron"], None),
+    ],
+)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_only_overlays_of_the_host_are_suggested(bench, made, hinted, elsewhere):
+    for name in made:
+        (bench.folder / name).mkdir(parents=True)
+        if name.endswith(".py"):
+            (bench.folder / name).rmdir()
+            (bench.folder / name).touch()
+    recipe = bench.recipe("torchrun pretrain_gpt.py\n", "examples/mcore/llama2/pretrain_llama2_7b_ptd.sh")
+    (bench.folder / "work").mkdir()
+    done = bench.run(
+        "--config", bench.folder / "probe.yaml", "--", recipe, cwd=bench.folder / ("work" if elsewhere else "")
+    )
+    hints = [line.partition("--overlay ")[2] for line in done.stdout.splitlines() if "an overlay fits" in line]
+    assert hints == ([hinted] if hinted else [])
+
+
+@pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("title: x\nmodel: y\n", "model: unknown key; accepted: title"),
@@ -138,7 +166,7 @@ def test_ambiguous_names_are_refused():
 
 
 def demo(argv):
-    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
 
     return run(argv).losses
 

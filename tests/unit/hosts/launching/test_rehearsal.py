@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from msprobe_megatron.config.errors import ConfigError
-from msprobe_megatron.launching.command_line import Launch
-from msprobe_megatron.launching.flags import Flag, flags_of
-from msprobe_megatron.launching.rehearsal import accelerator, host_of, ranks_of, read_loosely, rehearse
+from msprobe_megatron.config.document import ConfigError
+from msprobe_megatron.hosts.launching.command_line import Launch
+from msprobe_megatron.hosts.launching.flags import Flag, flags_of
+from msprobe_megatron.hosts.rehearsal.rewrite import accelerator, host_of, ranks_of, read_loosely, rehearse
 
 # In the manner of ModelLink's recipes: placeholders of several words, unquoted where they are used.
 RECIPE = """#!/bin/bash
@@ -85,7 +85,7 @@ def test_an_untouched_recipe_reaches_the_launcher_small(bench, checkout):
     assert recipe.read_text() == RECIPE
     (call,) = bench.called()
     at = call.argv.index("pretrain_gpt.py")
-    assert call.argv[at - 2 : at] == ["-m", "msprobe_megatron.rehearsal"]
+    assert call.argv[at - 2 : at] == ["-m", "msprobe_megatron.hosts.rehearsal"]
     options = values(call.argv[: at - 2])
     assert options == {"--standalone": [], "--local-addr": ["localhost"], "--nproc-per-node": ["2"]}
     given = values(call.argv[at + 1 :])
@@ -239,7 +239,7 @@ def test_a_module_and_use_env_keep_their_meaning(tmp_path):
     words = rehearse(launch, [], 2, "modellink", tmp_path).words()
     assert words[0] == "--use_env"
     at = words.index("my.train")
-    assert words[at - 3 : at] == ["-m", "msprobe_megatron.rehearsal", "-m"]
+    assert words[at - 3 : at] == ["-m", "msprobe_megatron.hosts.rehearsal", "-m"]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +248,7 @@ def test_a_module_and_use_env_keep_their_meaning(tmp_path):
         (["--rehearse", "0"], "--rehearse: '0' is not a number of processes; accepted: 1 to 64"),
         (["--rehearse", "many"], "'many' is not a number of processes"),
         (["--rehearse", "--emit", "copy.sh"], "--rehearse or --emit, not both"),
+        (["--rehearse", "--keep-save"], "--keep-save: a rehearsal saves nothing"),
         (["--rehearse", "--device", "npu"], "--device: 'npu': a rehearsal is on the CPU"),
         (["--rehearse", "--overlay", "nobody/nothing"], "'nobody/nothing' is not an overlay"),
     ],
@@ -353,3 +354,27 @@ def test_numbers_of_processes():
     for text in ("65", "-1", "2.0", ""):
         with pytest.raises(ConfigError, match="accepted: 1 to 64"):
             ranks_of(text)
+
+
+@pytest.mark.parametrize("script", ["trainer.py", "posttrain_gpt.py", "train_fsdp2.py"])
+def test_what_cannot_be_rehearsed_is_one_sentence(tmp_path, script):
+    with pytest.raises(ConfigError, match=rf"--rehearse: {script}: .*; accepted: a recipe that starts pretrain_gpt.py"):
+        rehearse(Launch((), script, ("--num-layers", "2")), [], 2, "modellink", tmp_path)
+
+
+def test_tuning_is_rehearsed_on_mock_data_of_pre_training(tmp_path):
+    words = "--num-layers 2 --lora-r 16 --is-instruction-dataset --variable-seq-lengths --prompt-type qwen --finetune"
+    small = rehearse(Launch((), "pretrain_gpt.py", tuple(words.split())), [], 2, "modellink", tmp_path)
+    names = {flag.name for flag in flags_of(small.launch.arguments)}
+    assert names >= {"lora-r", "mock-data"}
+    assert not names & {"is-instruction-dataset", "variable-seq-lengths", "prompt-type", "finetune"}
+    assert any("tuning data" in line and "--is-instruction-dataset" in line for line in small.said)
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("group_limited_greedy", True), ("aux_loss", False)])
+def test_a_router_that_cannot_evaluate_ends_before_it(tmp_path, kind, ends):
+    words = f"--num-layers 2 --moe-router-load-balancing-type {kind} --output-layer-slice-num 10"
+    small = rehearse(Launch((), "pretrain_gpt.py", tuple(words.split())), [], 2, "modellink", tmp_path)
+    flags = flags_of(small.launch.arguments)
+    assert (Flag("exit-interval", ("5",)) in flags) == ends
+    assert "output-layer-slice-num" not in {flag.name for flag in flags}

@@ -1,6 +1,7 @@
 """msprobe_run.sh and msprobe_env.sh around untouched recipes: routing, exit codes, signals, odd places."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import time
 
 import pytest
 
-from tests.recipes.stub import ENV, RUNNER, SHIMS
+from tests.unit.hosts.launching.stub import ENV, RUNNER, SHIMS
 
 TORCHRUN = """#!/bin/bash
 DISTRIBUTED_ARGS="
@@ -88,6 +89,38 @@ def test_a_recipe_without_a_launcher_is_told(bench):
     assert "nothing was recorded" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["recipe.sh", "examples with space/recipe.sh"])
+def test_a_recipe_that_ends_before_the_launch_is_told(bench, name):
+    recipe = bench.recipe("#!/bin/bash\nset -e\ntest -d /no/such/data\ntorchrun pretrain_gpt.py\n", name)
+    done = bench.run("--config", "probe.yaml", "--", recipe)
+    assert (done.returncode, bench.called()) == (1, [])
+    (sentence,) = done.stderr.splitlines()
+    assert "recipe.sh ended with exit code 1 and called neither torchrun nor python -m" in sentence
+    assert sentence.endswith("nothing was launched")
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_log_that_cannot_be_written_is_told_before_and_after(bench, made):
+    recipe = bench.recipe(TORCHRUN.replace("tee log.txt", "tee logs/train.log") + "exit ${PIPESTATUS[1]}\n")
+    if made:
+        (bench.folder / "logs").mkdir()
+    done = bench.run("--config", "probe.yaml", "--", recipe, "x")
+    assert len(bench.called()) == 1
+    assert ("recipe.sh writes its log to logs/, which is not there; accepted: mkdir -p logs" in done.stderr) is not made
+    assert ("the launcher ended well; " in done.stdout) is not made
+    assert done.returncode == (0 if made else 1)
+
+
+@pytest.mark.parametrize("line", ["mkdir -p ./logs", "# torchrun x | tee logs/x.log"])
+def test_a_log_that_the_recipe_makes_or_does_not_write_is_not_told(bench, line):
+    text = TORCHRUN.replace("tee log.txt", "tee logs/train.log") if line.startswith("mkdir") else TORCHRUN
+    done = bench.run(
+        "--config", "probe.yaml", "--", bench.recipe(text.replace("torchrun $", f"{line}\ntorchrun $")), "x"
+    )
+    assert done.returncode == 0
+    assert "which is not there" not in done.stderr
+
+
 def test_a_signal_reaches_the_launcher(bench):
     recipe = bench.recipe(TORCHRUN)
     job = subprocess.Popen(
@@ -124,6 +157,46 @@ def test_sourcing_the_environment(bench):
     assert routed.argv == [*WORDS, "--msprobe-config", config, "--msprobe-output", out]
     assert plain.argv == [word for word in WORDS if word not in ("-m", "msprobe_megatron.run")]
     assert not [name for name in plain.environment if name.startswith("MSPROBE_") and name != "MSPROBE_PYTHON"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize(
+    ("words", "more", "complaint"),
+    [
+        ("nope.yaml", {}, "nope.yaml: no such probe file, nothing is set; accepted: source msprobe_env.sh FILE"),
+        (".", {}, ".: no such probe file"),
+        ("", {}, "no probe file is named, nothing is set"),
+        ("", {"MSPROBE_CONFIG": "gone.yaml"}, "MSPROBE_CONFIG: gone.yaml: no such probe file"),
+    ],
+)
+def test_a_probe_file_that_is_not_there_starts_nothing(bench, shell, words, more, complaint):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    recipe = bench.recipe(TORCHRUN)
+    # Whatever a shell sets by itself as it goes is not the script's.
+    line = f'set >before; source "{ENV}" {words} && bash "{recipe}"; code=$?; set >after; exit $code'
+    done = bench.call([shell, "-c", line], **more)
+    assert (done.returncode, bench.called()) == (2, [])
+    (sentence,) = done.stderr.splitlines()
+    assert complaint in sentence
+    before, after = ((bench.folder / name).read_text().splitlines() for name in ("before", "after"))
+    own = ("MSPROBE", "_msprobe", "msprobe", "PATH=", "path=")
+    assert [line for line in after if line.startswith(own)] == [line for line in before if line.startswith(own)]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "sh"])
+def test_the_environment_that_is_run_and_not_sourced_is_told(bench, shell):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    done = bench.call([shell, str(ENV), "probe.yaml"])
+    assert done.returncode == 2
+    (sentence,) = done.stderr.splitlines()
+    assert "was run, which changes nothing for what is started after it; accepted: source" in sentence
+
+
+def test_the_environment_is_sourced_whatever_the_shell_is_called(bench):
+    done = bench.call(["bash", "-c", 'source "$0" probe.yaml && echo "$MSPROBE_CONFIG"', str(ENV)])
+    assert (done.returncode, done.stdout.strip()) == (0, str(bench.folder / "probe.yaml"))
 
 
 def test_a_module_and_an_own_flag_keep_their_meaning(bench):
@@ -177,7 +250,8 @@ def test_emit_writes_a_copy_that_runs_alone(bench):
     (call,) = bench.called()
     config = str(bench.folder / "probe.yaml")
     shorter = ["--train-iters", "5", "--lr-decay-iters", "5000"]
-    assert call.argv == [*WORDS, "--use-deter-comp", *shorter, "--msprobe-config", config]
+    # What takes --save out as it runs stands before the overlay's own words.
+    assert call.argv == [*WORDS, "--msprobe-no-save", "--use-deter-comp", *shorter, "--msprobe-config", config]
     assert call.environment["HCCL_DETERMINISTIC"] == "true"
     assert recipe.read_text() == TORCHRUN
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-RUNNER = Path(__file__).resolve().parents[2] / "scripts/msprobe_run.sh"
+RUNNER = Path(__file__).resolve().parents[4] / "scripts/msprobe_run.sh"
 # The host's package needs torch_npu and Apex; its script reads Megatron's flags and trains the demo's GPT with them.
 HOST = """import apex.optimizers
 import torch

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from msprobe_megatron.rehearsal.finding import APEX, NPU, STAND_INS, TRANSFORMER_ENGINE, needed_by
+from msprobe_megatron.hosts.rehearsal.finding import APEX, NPU, STAND_INS, TRANSFORMER_ENGINE, needed_by
 
-ROOT = Path(__file__).resolve().parents[2]
-OFFER = f"from msprobe_megatron.rehearsal.finding import offer; offer({(*NPU, *APEX, *TRANSFORMER_ENGINE)}); "
+ROOT = Path(__file__).resolve().parents[4]
+OFFER = f"from msprobe_megatron.hosts.rehearsal.finding import offer; offer({(*NPU, *APEX, *TRANSFORMER_ENGINE)}); "
 
 
 def python(code, cwd):
@@ -18,7 +18,7 @@ def python(code, cwd):
 
 @pytest.mark.parametrize("name", [*NPU, *APEX, *TRANSFORMER_ENGINE])
 def test_no_job_but_a_rehearsal_can_import_them(tmp_path, name):
-    code = f"import importlib.util as u, msprobe_megatron.rehearsal; print(u.find_spec({name!r}) is None)"
+    code = f"import importlib.util as u, msprobe_megatron.hosts.rehearsal; print(u.find_spec({name!r}) is None)"
     assert python(code, tmp_path).stdout == "True\n"
     done = python(f"{OFFER}import importlib.util as u; print(u.find_spec({name!r}).origin)", tmp_path)
     assert done.stdout.startswith(str(STAND_INS)), done.stderr
@@ -30,7 +30,7 @@ def test_what_is_installed_comes_first(tmp_path):
 
 
 def test_only_what_a_host_needs_is_offered(tmp_path):
-    offer = f"from msprobe_megatron.rehearsal.finding import offer; offer({NPU}); "
+    offer = f"from msprobe_megatron.hosts.rehearsal.finding import offer; offer({NPU}); "
     assert python(f"{offer}import acl; print(acl.get_soc_name())", tmp_path).stdout == "stand-in\n"
     assert "No module named 'apex'" in python(f"{offer}import apex", tmp_path).stderr
     version = "from importlib.metadata import version; version('transformer-engine')"
@@ -80,7 +80,7 @@ def test_an_installation_has_all_of_them(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    built = tmp_path / "built/msprobe_megatron/rehearsal/stand_ins"
+    built = tmp_path / "built/msprobe_megatron/hosts/rehearsal/stand_ins"
     there = {path.relative_to(STAND_INS) for path in STAND_INS.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     assert len(there) > 15
     assert not [path for path in there if not (built / path).is_file()]

@@ -4,9 +4,9 @@ import os
 
 import torch
 
-from msprobe_megatron.backends import cpu
+from msprobe_megatron.job.devices import megatron_on_cpu
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 torch.set_num_threads(1)
-cpu.install()
+megatron_on_cpu.install()

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests import forked
-from tests.forked import RankFailed
+from tests.support import forked
+from tests.support.forked import RankFailed
 
 __all__ = ["RankFailed", "run_forked"]
 

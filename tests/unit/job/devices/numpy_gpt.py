@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from .tiny_gpt import HEADS, HIDDEN, LAYERS, SAMPLES, SEQUENCE, VOCABULARY, sample, whole_weight
+from tests.unit.job.devices.tiny_gpt import HEADS, HIDDEN, LAYERS, SAMPLES, SEQUENCE, VOCABULARY, sample, whole_weight
 
 Array = NDArray[np.float64]
 _erf = np.vectorize(math.erf)

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from .forked import run_forked
+from tests.unit.job.devices.forked import run_forked
 
 SIZES = (3, 0, 2)
 

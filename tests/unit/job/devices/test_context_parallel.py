@@ -12,9 +12,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from msprobe_megatron.backends.cpu.context_parallel import causal_rows, local_positions
-
-from .forked import RankFailed, run_forked
+from msprobe_megatron.job.devices.megatron_on_cpu.context_parallel import causal_rows, local_positions
+from tests.unit.job.devices.forked import RankFailed, run_forked
 
 S, B, H, D = 16, 2, 4, 3
 GROUPS = 2  # query groups: key and value have two heads

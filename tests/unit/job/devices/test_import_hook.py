@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from msprobe_megatron.backends.cpu import fake_triton, import_hook, megatron_fixes
+from msprobe_megatron.job.devices.megatron_on_cpu import fake_triton, import_hook, megatron_fixes
 
 PACKAGE = {
     "__init__.py": "",

@@ -6,25 +6,25 @@ import sys
 import pytest
 import torch
 
-from msprobe_megatron.backends import BackendError, cpu
+from msprobe_megatron.job.devices import BackendError, megatron_on_cpu
 
 
 def test_installing_twice_changes_nothing():
     before = torch.zeros, torch.Tensor.to, torch.distributed.new_group, list(sys.meta_path)
-    cpu.install()
+    megatron_on_cpu.install()
     assert before == (torch.zeros, torch.Tensor.to, torch.distributed.new_group, list(sys.meta_path))
-    assert cpu.installed()
+    assert megatron_on_cpu.installed()
 
 
 @pytest.mark.parametrize("device", ["cuda", "npu"])
 def test_never_beside_an_accelerator(monkeypatch, device):
-    monkeypatch.setattr(cpu, "_installed", False)
-    monkeypatch.setattr("msprobe_megatron.backends.cuda.usable", lambda: device == "cuda")
-    monkeypatch.setattr("msprobe_megatron.backends.npu.usable", lambda: device == "npu")
+    monkeypatch.setattr(megatron_on_cpu, "_installed", False)
+    monkeypatch.setattr("msprobe_megatron.job.devices.cuda.usable", lambda: device == "cuda")
+    monkeypatch.setattr("msprobe_megatron.job.devices.npu.usable", lambda: device == "npu")
     zeros = torch.zeros
     with pytest.raises(BackendError, match=f"can use {device}"):
-        cpu.install()
-    assert torch.zeros is zeros and not cpu.installed()
+        megatron_on_cpu.install()
+    assert torch.zeros is zeros and not megatron_on_cpu.installed()
 
 
 def _python(*lines):
@@ -36,11 +36,11 @@ def test_too_late_is_refused_and_leaves_torch_alone():
         "import sys, types, torch",
         "sys.modules['megatron.core'] = types.ModuleType('megatron.core')",
         "sys.modules['megatron.core.parallel_state'] = types.ModuleType('megatron.core.parallel_state')",
-        "from msprobe_megatron.backends import BackendError, cpu",
+        "from msprobe_megatron.job.devices import BackendError, megatron_on_cpu",
         "zeros, available = torch.zeros, torch.cuda.is_available",
-        "try: cpu.install()",
+        "try: megatron_on_cpu.install()",
         "except BackendError as error: print(error)",
-        "print(cpu.installed(), zeros is torch.zeros, available is torch.cuda.is_available)",
+        "print(megatron_on_cpu.installed(), zeros is torch.zeros, available is torch.cuda.is_available)",
     )
     assert "called too late, megatron.core is already imported" in done.stdout, done.stderr
     assert "False True True" in done.stdout
@@ -51,7 +51,7 @@ def test_importing_the_backends_changes_nothing():
         "import sys, torch",
         "modules = torch, torch.cuda, torch.distributed, torch.Tensor",
         "before, finders = [dict(vars(module)) for module in modules], list(sys.meta_path)",
-        "import msprobe_megatron.backends",
+        "import msprobe_megatron.job.devices",
         "print(all(old.items() <= vars(module).items() for old, module in zip(before, modules)))",
         "print(finders == sys.meta_path)",
         "print([name for name in sys.modules if name.startswith('megatron')])",

@@ -6,9 +6,9 @@ import functools
 
 import pytest
 
-from .forked import run_forked
-from .numpy_gpt import first_loss
-from .tiny_gpt import Layout, train
+from tests.unit.job.devices.forked import run_forked
+from tests.unit.job.devices.numpy_gpt import first_loss
+from tests.unit.job.devices.tiny_gpt import Layout, train
 
 ROPE = {"positions": "rope"}
 MOE = {"experts": 4}

@@ -6,19 +6,19 @@ import types
 import pytest
 import torch
 
-from msprobe_megatron import backends
-from msprobe_megatron.backends import BackendError, cpu, npu
-from msprobe_megatron.backends.accelerator import AcceleratorBackend
+from msprobe_megatron.job import devices
+from msprobe_megatron.job.devices import BackendError, megatron_on_cpu, npu
+from msprobe_megatron.job.devices.base import AcceleratorBackend
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """Pretend that nothing is installed in this process and that some devices are there."""
 
-    def pretend(*devices):
-        monkeypatch.setattr(cpu, "_installed", False)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in devices)
-        module = types.SimpleNamespace(is_available=lambda: "npu" in devices)
+    def pretend(*present):
+        monkeypatch.setattr(megatron_on_cpu, "_installed", False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in present)
+        module = types.SimpleNamespace(is_available=lambda: "npu" in present)
         monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
         monkeypatch.setattr(torch, "npu", module, raising=False)
 
@@ -26,7 +26,7 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("devices", "name", "expected"),
+    ("present", "name", "expected"),
     [
         ((), "auto", "cpu"),
         (("cuda",), "auto", "cuda"),
@@ -35,42 +35,42 @@ def machine(monkeypatch):
         (("cuda",), "cpu", "cpu"),
     ],
 )
-def test_select(machine, devices, name, expected):
-    machine(*devices)
-    assert backends.select(name).name == expected
+def test_select(machine, present, name, expected):
+    machine(*present)
+    assert devices.select(name).name == expected
 
 
 @pytest.mark.parametrize(
-    ("devices", "name", "message"),
+    ("present", "name", "message"),
     [
-        ((), "cuda", r"'cuda' is not usable here: this process has no accelerator; accepted: auto, cpu"),
+        ((), "cuda", r"'cuda' is not usable here: this process has no accelerator( \(.*\))?; accepted: auto, cpu"),
         (("cuda",), "npu", r"'npu' is not usable here: this process can use cuda; accepted: auto, cuda"),
         (("cuda", "npu"), "cuda", r"this process can use npu"),
         ((), "tpu", r"'tpu' is not a backend; accepted: auto, cpu, cuda, npu"),
     ],
 )
-def test_select_refuses(machine, devices, name, message):
-    machine(*devices)
+def test_select_refuses(machine, present, name, message):
+    machine(*present)
     with pytest.raises(BackendError, match=message):
-        backends.select(name)
+        devices.select(name)
 
 
 def test_emulation_is_not_taken_for_an_accelerator(monkeypatch):
-    assert cpu.installed()
+    assert megatron_on_cpu.installed()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert backends.accelerator_name() is None
+    assert devices.accelerator_name() is None
     with pytest.raises(BackendError, match="no accelerator"):
-        backends.select("cuda")
+        devices.select("cuda")
 
 
 def test_float_type_and_device(machine, monkeypatch):
     machine("npu")
-    assert backends.select().float_dtype is torch.float32
+    assert devices.select().float_dtype is torch.float32
     machine("cuda")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    chosen = backends.select()
+    chosen = devices.select()
     assert (chosen.float_dtype, chosen.device) == (torch.float64, torch.device("cuda", 3))
-    host = backends.select("cpu")
+    host = devices.select("cpu")
     assert (host.float_dtype, host.device) == (torch.float64, torch.device("cpu"))
 
 
@@ -94,7 +94,7 @@ class _Event:
 
 def _backends():
     fake = types.SimpleNamespace(Event=lambda: _Event([]), current_device=lambda: 0)
-    return [backends.select("cpu"), AcceleratorBackend("cuda", fake, torch.float64)]
+    return [devices.select("cpu"), AcceleratorBackend("cuda", fake, torch.float64)]
 
 
 @pytest.mark.parametrize("backend", _backends(), ids=["cpu", "cuda"])

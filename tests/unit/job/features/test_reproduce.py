@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from msprobe_megatron.analyse.compare import compare
-from msprobe_megatron.analyse.load import open_run
-from tests.compare.layouts import MORE
-from tests.distributed.layouts import LAYOUTS, flags_of
-from tests.forked import run_forked
+from msprobe_megatron.analysis.compare.compare import compare
+from msprobe_megatron.analysis.load.run import open_run
+from tests.jobs.compare.layouts import MORE
+from tests.jobs.distributed.layouts import LAYOUTS, flags_of
+from tests.support.forked import run_forked
 
 _SECTION = "reproduce: {seed: 5, weights: by_name}"
 
@@ -19,8 +19,8 @@ def train(argv):
     """Train with weights and seeds that no two ranks share, until the kit attaches."""
     import random
 
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     def scramble(chunks, optimizer):
         torch.manual_seed(torch.distributed.get_rank() + len(chunks))

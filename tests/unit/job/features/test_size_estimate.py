@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from msprobe_megatron import attach
-from msprobe_megatron.announcing import Announcer, readable, steps_asked
 from msprobe_megatron.config import from_document
 from msprobe_megatron.config.selection import RankSelection, parse_steps
+from msprobe_megatron.job.features.size_estimate import SizeEstimate, readable, requested_steps
 from msprobe_megatron.topology.coordinates import Coordinates
 
 
@@ -30,10 +30,10 @@ def test_the_first_step_tells_what_all_will_take(tmp_path, capsys):
     ledger, rows = trained(tmp_path, {"steps": "1-3", "dump": {"level": "L0"}}, 5)
     sites = (tmp_path / "out/step_000001/rank_00000/sites.json").stat().st_size
     assert ledger["announced"] == {"bytes_a_step": rows[0], "steps": 3, "bytes": 3 * rows[0] + sites}
-    told = [line for line in capsys.readouterr().out.splitlines() if "about" in line]
+    told = [line for line in capsys.readouterr().out.splitlines() if "per recorded step" in line]
     assert told == [
-        f"msprobe: dump: about {readable(rows[0])} a recorded step on this rank,"
-        f" {readable(3 * rows[0] + sites)} for the 3 asked"
+        f"msprobe: dump: ~{readable(rows[0])} per recorded step on this rank,"
+        f" ~{readable(3 * rows[0] + sites)} for the 3 requested steps"
     ]
 
 
@@ -47,7 +47,8 @@ def test_saved_tensors_count(tmp_path):
 def test_without_an_end_there_is_no_sum(tmp_path, capsys):
     ledger, rows = trained(tmp_path, {"dump": {"level": "L0"}}, 2)
     assert ledger["announced"] == {"bytes_a_step": rows[0], "steps": None, "bytes": None}
-    assert "asked" not in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "per recorded step" in told and "requested" not in told
 
 
 def test_the_length_of_the_job_is_an_end(tmp_path):
@@ -60,7 +61,7 @@ def test_the_monitor_tells_with_its_first_file(tmp_path, capsys):
     (file,) = (tmp_path / "out").glob("monitor/*/*.parquet")
     each = file.stat().st_size // 12
     assert ledger["monitor"]["announced"] == {"bytes_a_step": each, "steps": 20, "bytes": 20 * each}
-    assert "monitor: about" in capsys.readouterr().out
+    assert "monitor: ~" in capsys.readouterr().out
 
 
 def test_a_monitor_that_stops_by_itself(tmp_path):
@@ -74,11 +75,11 @@ def job(disk):
 
 
 def test_a_limit_that_will_be_reached_is_said(capsys):
-    announcer = Announcer(job(disk=10_000), "dump", "recorded")
-    announcer.say(1_500, 100)
-    assert "limits.disk leaves room for 10.0 kB, about 6 steps" in capsys.readouterr().out
-    announcer.say(9, 9)
-    assert announcer.ledger["bytes"] == 150_000, "it is said once"
+    estimate = SizeEstimate(job(disk=10_000), "dump", "recorded")
+    estimate.report(1_500, 100)
+    assert "limits.disk leaves room for 10.0 kB, ~6 steps" in capsys.readouterr().out
+    estimate.report(9, 9)
+    assert estimate.ledger["bytes"] == 150_000, "it is said once"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_a_limit_that_will_be_reached_is_said(capsys):
 )
 def test_steps_that_are_to_come(steps, first, iterations, count):
     given = SimpleNamespace(arguments=SimpleNamespace(train_iters=iterations))
-    assert steps_asked(given, parse_steps(steps), first) == count
+    assert requested_steps(given, parse_steps(steps), first) == count
     if count is not None and count < 1000:
         chosen = [n for n in range(first, min(iterations or 1000, 1000)) if n in parse_steps(steps)]
         assert len(chosen) == count
@@ -109,7 +110,7 @@ def test_readable(count, text):
 def test_ranks_share_the_limit_and_a_run_without_an_end_reaches_it(capsys):
     shared = job(disk=40_000)
     shared.where = Coordinates(rank=0, world=4)
-    for bytes_a_step, steps, room in ((1_500, 6, ""), (1_500, 7, "10.0 kB, about 6 steps"), (1_500, None, "10.0 kB")):
-        Announcer(shared, "dump", "recorded").say(bytes_a_step, steps)
+    for bytes_a_step, steps, room in ((1_500, 6, ""), (1_500, 7, "10.0 kB, ~6 steps"), (1_500, None, "10.0 kB")):
+        SizeEstimate(shared, "dump", "recorded").report(bytes_a_step, steps)
         told = capsys.readouterr().out
         assert (f"limits.disk leaves room for {room}" in told) if room else ("limits.disk" not in told)

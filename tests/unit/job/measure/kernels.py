@@ -1,12 +1,14 @@
 """The compiled kernel at every level that this machine can run, and tensors of every kind."""
 
 import math
+from functools import partial
 
 import torch
 
-from msprobe_megatron.native.build import BuildError, built
-from msprobe_megatron.native.levels import levels
-from msprobe_megatron.native.library import open_library
+from msprobe_megatron.job.measure import aten, measurer, native, operator
+from msprobe_megatron.job.measure.native.build import BuildError, built
+from msprobe_megatron.job.measure.native.levels import levels
+from msprobe_megatron.job.measure.native.library import open_library
 
 INF, NAN = math.inf, math.nan
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -46,3 +48,11 @@ def layouts_of(x):
     yield "spread", x[:, :1].expand(-1, 5, -1)
     yield "one", x[1, 1, 1]
     yield "empty", x[:0]
+
+
+def as_on_a_device(monkeypatch):
+    """Measure CPU tensors as those of a device without a kernel: by torch alone, with nothing read back."""
+    implementation = operator.Implementation("torch: as on a device", False, partial(aten.finish, wide=True))
+    monkeypatch.setattr(native, "kernel", lambda: None)
+    monkeypatch.setattr(measurer, "prepare", lambda device, *, wide: implementation)
+    monkeypatch.setattr(measurer, "measure_into_slot", operator._by_torch)

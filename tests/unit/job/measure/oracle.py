@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from msprobe_megatron.measure.stats import Stats
+from msprobe_megatron.job.measure.stats import Stats
 
 
 def expected(x: torch.Tensor) -> Stats:

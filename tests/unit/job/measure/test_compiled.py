@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from msprobe_megatron.measure.compiled import Compiled
-from msprobe_megatron.measure.stats import Stats, measure
-
-from .kernels import DTYPES, FLOATS, INF, NAN, kernels, layouts_of, values
-from .oracle import assert_stats
+from msprobe_megatron.job.measure.compiled import Compiled
+from msprobe_megatron.job.measure.stats import Stats, measure
+from tests.unit.job.measure.kernels import DTYPES, FLOATS, INF, NAN, kernels, layouts_of, values
+from tests.unit.job.measure.oracle import assert_stats
 
 KERNELS = kernels()
 pytestmark = pytest.mark.skipif(not KERNELS, reason="no compiler: the torch twin is used, which test_stats tests")

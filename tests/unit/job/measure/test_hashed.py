@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from msprobe_megatron.measure.hashed import bell, numbered_pieces, words
+from msprobe_megatron.job.measure.hashed import bell, numbered_pieces, words
 from msprobe_megatron.topology.index_map import index_map
 from msprobe_megatron.topology.shards import ShardSpec, cut
 
@@ -50,7 +50,7 @@ def test_every_cut_gives_its_part_of_the_whole(text):
 
 
 def test_large_tensors_in_pieces(monkeypatch):
-    from msprobe_megatron.measure import hashed
+    from msprobe_megatron.job.measure import hashed
 
     x = torch.zeros(37, 5)
     numbering = index_map(ShardSpec.parse("a b"), x.shape, lambda a: 0, lambda a: 1)

@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from msprobe_megatron.measure.compiled import Compiled
-from msprobe_megatron.measure.many import Many
-from msprobe_megatron.measure.measurer import Measurer
-from msprobe_megatron.measure.stats import Stats
-from msprobe_megatron.record.slots import SlotTable
-
-from .kernels import DTYPES, INF, NAN, kernels, values
-from .oracle import assert_stats
+from msprobe_megatron.job.measure.compiled import Compiled
+from msprobe_megatron.job.measure.many import Many
+from msprobe_megatron.job.measure.measurer import Measurer
+from msprobe_megatron.job.measure.stats import Stats
+from msprobe_megatron.job.record.slots import SlotTable
+from tests.unit.job.measure.kernels import DTYPES, INF, NAN, kernels, values
+from tests.unit.job.measure.oracle import assert_stats
 
 KERNELS = [*kernels(), None, "segments"]
 every_way = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: getattr(kernel, "level", kernel or "torch"))

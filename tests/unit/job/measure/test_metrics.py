@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from msprobe_megatron.measure.metrics import (
+from msprobe_megatron.job.measure.metrics import (
     SpectralNorms,
     attention_sample,
     expert_load,

@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from msprobe_megatron.measure import once
-from msprobe_megatron.measure.once import SeenTensors
+from msprobe_megatron.job.measure import once
+from msprobe_megatron.job.measure.once import SeenTensors
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from msprobe_megatron import native
-from msprobe_megatron.measure import exact, pair
+from msprobe_megatron.job.measure import exact, native, pair
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 FLOOR = 1e-2

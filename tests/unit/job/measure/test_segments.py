@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from msprobe_megatron.measure import segments
-from msprobe_megatron.measure.many import Many
-from msprobe_megatron.measure.measurer import Measurer
-from msprobe_megatron.measure.segments import Segments, plan_stretches
-from msprobe_megatron.measure.stats import Stats
-from msprobe_megatron.record.slots import SlotTable
-
-from .kernels import INF, NAN, values
-from .oracle import assert_stats
+from msprobe_megatron.job.measure import segments
+from msprobe_megatron.job.measure.many import Many
+from msprobe_megatron.job.measure.measurer import Measurer
+from msprobe_megatron.job.measure.segments import Segments, plan_stretches
+from msprobe_megatron.job.measure.stats import Stats
+from msprobe_megatron.job.record.slots import SlotTable
+from tests.unit.job.measure.kernels import INF, NAN, values
+from tests.unit.job.measure.oracle import assert_stats
 
 
 def figures(tensors, wide=torch.float64):

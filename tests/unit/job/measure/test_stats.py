@@ -8,17 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msprobe_megatron.measure import cpu
-from msprobe_megatron.measure.stats import (
-    COUNT_COLUMNS,
-    FLOAT_COLUMNS,
-    Stats,
-    measurable,
-    measure,
-    measure_into,
-)
-
-from .oracle import assert_stats, expected
+from msprobe_megatron.job.measure import aten
+from msprobe_megatron.job.measure.stats import COUNT_COLUMNS, FLOAT_COLUMNS, Stats, measurable, measure, measure_into
+from tests.unit.job.measure.oracle import assert_stats, expected
 
 INF, NAN = math.inf, math.nan
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -134,7 +126,7 @@ def test_layouts(size: tuple[int, int, int], name: str, dtype: torch.dtype) -> N
 
 
 def test_huge_expanded_tensor_is_not_materialised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "flat_pieces", None)  # what a large tensor would go through, for hours
+    monkeypatch.setattr(aten, "HOST_PIECE", 4)  # hours, if it were read as large as it looks
     x = torch.tensor([1.0, -2.0, 0.0, NAN]).view(4, 1).expand(4, 10**12)
     assert measure(x) == Stats(-2.0, 1.0, -(10.0**12), 5.0 * 10**12, 2.0, 10**12, 0, 0, 10**12)
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from msprobe_megatron import importing
+from msprobe_megatron.job.patching import patch_set
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def module_name(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "late_module", raising=False)
     before = list(sys.meta_path)
     yield "late_module"
-    importing.forget()
+    patch_set.forget()
     sys.modules.pop("late_module", None)
     assert sys.meta_path == before
 
@@ -26,7 +26,7 @@ def test_callback_comes_after_execution_and_before_anyone_binds_a_name(module_na
         seen.append(module.work())
         module.work = lambda: 2
 
-    importing.when_imported(module_name, callback)
+    patch_set.when_imported(module_name, callback)
     assert seen == []
     late = importlib.import_module(module_name)
     assert seen == [1]
@@ -34,7 +34,7 @@ def test_callback_comes_after_execution_and_before_anyone_binds_a_name(module_na
 
 
 def test_module_keeps_its_own_loader_and_source(module_name):
-    importing.when_imported(module_name, lambda module: None)
+    patch_set.when_imported(module_name, lambda module: None)
     module = importlib.import_module(module_name)
     assert "SourceFileLoader" in type(module.__loader__).__name__
     assert module.__spec__.loader is module.__loader__
@@ -44,12 +44,12 @@ def test_module_keeps_its_own_loader_and_source(module_name):
 def test_callback_comes_at_once_when_the_module_is_there(module_name):
     importlib.import_module(module_name)
     seen = []
-    importing.when_imported(module_name, seen.append)
+    patch_set.when_imported(module_name, seen.append)
     assert [m.__name__ for m in seen] == [module_name]
 
 
 def test_other_imports_are_left_alone(module_name):
-    importing.when_imported("never_imported_module", lambda module: None)
+    patch_set.when_imported("never_imported_module", lambda module: None)
     assert importlib.import_module(module_name).work() == 1
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("never_imported_module")

@@ -4,7 +4,8 @@ import types
 
 import pytest
 
-from msprobe_megatron.patching import Patch, PatchError, PatchSet
+from msprobe_megatron.job.patching.attributes import PatchError
+from msprobe_megatron.job.patching.patch_set import Patch, PatchSet
 
 
 @pytest.fixture

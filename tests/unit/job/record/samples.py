@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from msprobe_megatron.record.batches import StepBatch
-from msprobe_megatron.record.schema import Row
-from msprobe_megatron.record.slots import SealedSlots, SlotTable
+from msprobe_megatron.job.record.slots import SealedSlots, SlotTable
+from msprobe_megatron.job.record.step_files import StepBatch
+from msprobe_megatron.run_directory.schema import Row
 
 IDENTITY = {"rank": 3, "tp": 1, "pp": 2, "dp": 4, "cp": 5, "ep": 6, "etp": 7}
 

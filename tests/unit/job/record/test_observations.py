@@ -1,6 +1,6 @@
-"""Sightings of a step: what is added after it is closed is nobody's."""
+"""Observations of a step: what is added after it is closed is nobody's."""
 
-from msprobe_megatron.record.sightings import Sightings
+from msprobe_megatron.job.record.observations import Observations
 
 
 def cells(slot):
@@ -8,7 +8,7 @@ def cells(slot):
 
 
 def test_what_comes_after_the_end_is_not_seen():
-    seen = Sightings()
+    seen = Observations()
     seen.add(cells(7))
     seen.add(cells(8))
     seen.close()
@@ -20,6 +20,6 @@ def test_what_comes_after_the_end_is_not_seen():
 
 
 def test_until_then_all_are():
-    seen = Sightings()
+    seen = Observations()
     seen.add(cells(7))
     assert (len(seen), seen.column("slot"), [one.slot for one in seen]) == (1, [7], [7])

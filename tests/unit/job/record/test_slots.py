@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from msprobe_megatron.measure.stats import measure_into
-from msprobe_megatron.record.slots import VIEW_BYTES, SlotTable
+from msprobe_megatron.job.measure.stats import measure_into
+from msprobe_megatron.job.record.slots import VIEW_BYTES, SlotTable
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32]

@@ -5,10 +5,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.record.records_file import RecordsFile, encoded
-from msprobe_megatron.record.table import build_table
-
-from .samples import IDENTITY, row
+from msprobe_megatron.job.record.step_files import RecordsFile, encoded
+from msprobe_megatron.run_directory.schema import Row
+from msprobe_megatron.run_directory.table import build_table
+from tests.unit.job.record.samples import IDENTITY, row
 
 ROWS = [row(n, slot=n if n % 5 else -1, name=f"decoder.layers.{n % 7}", tensor=None) for n in range(60)]
 
@@ -33,7 +33,9 @@ def full(step: int, found: tuple[np.ndarray, np.ndarray], digests: np.ndarray | 
 @pytest.mark.parametrize("digest", [False, True])
 def test_same_bytes_as_made_in_full(digest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr("msprobe_megatron.record.records_file.encoded", lambda table: made.append(1) or encoded(table))
+    monkeypatch.setattr(
+        "msprobe_megatron.job.record.step_files.encoded", lambda table: made.append(1) or encoded(table)
+    )
     file = RecordsFile()
     steps = [(), (), (), (), (7,), (7,), (7,), (), ()]
     for step, empty in enumerate(steps):
@@ -71,3 +73,27 @@ def test_sketches_and_no_rows_are_tables() -> None:
         table = file.content(step, list(ROWS), figures(step), sketches, IDENTITY, complete=True)
         assert isinstance(table, pa.Table) and table["sketch"][1].as_py() == [1.0] * 4
     assert file.content(9, [], figures(0), None, IDENTITY, complete=True).num_rows == 0
+
+
+def test_columns_are_reused_only_while_rows_are_the_same() -> None:
+    file = RecordsFile()
+    first = [row(seq=n, name=f"layer.{n}", slot=n) for n in range(4)]
+    floats, counts = np.arange(20.0).reshape(4, 5), np.zeros((4, 4), np.int64)
+
+    def written(step: int, rows: list[Row], values: np.ndarray, identity: dict[str, int]) -> pa.Table:
+        content = file.content(step, rows, (values, counts), None, identity, complete=True)
+        return pq.read_table(pa.BufferReader(bytes(content)))
+
+    for step, rows, values in (
+        (1, first, floats),
+        (2, [Row(*r) for r in first], floats + 1),
+        (3, [first[0]._replace(name="other"), *first[1:]], floats + 2),
+        (4, first[:2], floats + 3),
+        (5, [first[1]._replace(slot=0), first[0]._replace(slot=1)], floats + 4),
+    ):
+        found = written(step, rows, values, IDENTITY)
+        expected = build_table(step, rows, values, counts, IDENTITY)
+        assert found.to_pylist() == expected.to_pylist()
+    assert found.column("min").to_pylist() == [4.0, 9.0] and found.column("step").to_pylist() == [5, 5]
+    elsewhere = written(6, first[:2], floats, {**IDENTITY, "rank": 9})
+    assert elsewhere.column("rank").to_pylist() == [9, 9]

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from msprobe_megatron.record.directory import RunDirectory
-from msprobe_megatron.record.schema import IDENTITY_COLUMNS
-from msprobe_megatron.record.slots import clone_to_host
-from msprobe_megatron.record.tensors import HostBuffers, TensorPack, TensorPacks
-from msprobe_megatron.record.writer import Writer
+from msprobe_megatron.job.record.slots import clone_to_host
+from msprobe_megatron.job.record.tensors import HostBuffers, TensorPack, TensorPacks
+from msprobe_megatron.job.record.writer import Writer
+from msprobe_megatron.run_directory.directory import RunDirectory
+from msprobe_megatron.run_directory.schema import IDENTITY_COLUMNS
 
 
 def read(content):
@@ -104,7 +104,7 @@ def test_buffers_are_used_again_only_when_their_pack_is_written(directory):
 
 
 def test_a_dropped_pack_gives_its_buffer_back():
-    from msprobe_megatron.record.batches import WriterCounts
+    from msprobe_megatron.job.record.writer import WriterCounts
 
     buffers, counts = HostBuffers(256), WriterCounts()
     pack = TensorPack(0, 0, buffers=buffers)

@@ -10,11 +10,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.record.batches import StepBatch
-from msprobe_megatron.record.directory import RunDirectory
-from msprobe_megatron.record.writer import Writer
-
-from .samples import IDENTITY, batch, row, sealed
+from msprobe_megatron.job.record.step_files import StepBatch
+from msprobe_megatron.job.record.writer import Batch, Writer
+from msprobe_megatron.run_directory.directory import RunDirectory
+from tests.unit.job.record.samples import IDENTITY, batch, row, sealed
 
 SOON = 60.0  # seconds; only reached when something is broken
 
@@ -249,3 +248,48 @@ def test_identity_may_hold_more_than_is_written(tmp_path: Path, faults: list[Bas
     writer.close()
     assert "edp" not in pq.read_table(tmp_path / "step_000010/rank_00003/records.parquet").column_names
     assert faults == []
+
+
+class _Sized(Batch):
+    """Writes two files of given sizes and expects nothing of them, as the first batch of its kind does."""
+
+    def __init__(self, number, sizes, large=False):
+        self.number, self.sizes = number, sizes
+        self.large = large
+
+    def write(self, directory, identity):
+        sizes = enumerate(self.sizes)
+        return sum(directory.write_file(f"batch_{self.number}/{n}", lambda f, s=s: f.write(b"x" * s)) for n, s in sizes)
+
+    def begin(self, directory, identity):
+        return directory.begin_file(f"batch_{self.number}/large", lambda f: f.write(b"x" * sum(self.sizes)))
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["keeps up", "falls behind"])
+@pytest.mark.parametrize("large", [False, True], ids=["written one by one", "synced together"])
+def test_the_disk_limit_is_never_passed(tmp_path, faults, slow, large):
+    """Whatever a batch turns out to be, and however many wait while the writer is busy."""
+    gate = threading.Event()
+
+    class Gate(Batch):
+        def write(self, directory, identity):
+            gate.wait(10)
+            return 0
+
+    said = []
+    writer = Writer(
+        RunDirectory.create(tmp_path / "run"), IDENTITY, 1 << 20, faults.append, disk_bytes=1000, on_limit=said.append
+    )
+    if slow:
+        writer.submit(Gate())
+    for number, sizes in enumerate([(300, 200), (10, 600), (100, 350), (900, 1), (20, 10), (500, 500)]):
+        writer.submit(_Sized(number, sizes, large))
+    gate.set()
+    writer.close()
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    written = sum(path.stat().st_size for path in files if path.parent.name.startswith("batch_"))
+    assert 500 <= written <= 1000 and writer.counts.bytes_written == written
+    assert not [path for path in files if path.suffix == ".tmp"] and len(said) == 1 and not faults
+    if not large:
+        # The second file of a batch did not fit: the first is there, is counted, and the batch is dropped.
+        assert (tmp_path / "run/batch_1/0").stat().st_size == 10 and not (tmp_path / "run/batch_1/1").exists()

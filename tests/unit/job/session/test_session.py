@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.summary import summarise
-from tests.forked import RankFailed, run_forked
+from msprobe_megatron.analysis.diagnose.summary import summarise
+from msprobe_megatron.analysis.load.run import open_run
+from tests.support.forked import RankFailed, run_forked
 
 _JOB = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 2"
@@ -29,7 +29,7 @@ def probe_file(tmp_path, text):
 
 
 def train(argv):
-    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
 
     result = run(argv)
     return {"losses": result.losses, "parameters": [p.detach().clone() for c in result.chunks for p in c.parameters()]}
@@ -61,8 +61,8 @@ def look_around(argv):
     import megatron.core.pipeline_parallel.schedules as schedules
     from megatron.core.tensor_parallel.random import CheckpointFunction
 
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     before = {
         "forward_step": schedules.forward_step,
@@ -154,9 +154,10 @@ def test_a_step_that_is_never_reached_is_told(tmp_path):
 
 
 def test_what_the_memory_limit_leaves_out_is_told(tmp_path):
-    (plain,) = run_forked(1, train, job())
+    many = "--global-batch-size 64"
+    (plain,) = run_forked(1, train, job(extra=many))
     config = probe_file(tmp_path, "steps: [1]\nlimits: {host_memory: 1MiB}\ndump: {level: L0}\n")
-    (found,) = run_forked(1, train, job(config, tmp_path / "out"))
+    (found,) = run_forked(1, train, job(config, tmp_path / "out", many))
     assert found["losses"] == plain["losses"]
     run = open_run(tmp_path / "out")
     assert run.ranks[0]["ledger"]["no_room"] > 0
@@ -206,9 +207,9 @@ def train_with_fault(argv, where):
     """The same training, with an exception thrown inside the kit at its fifth chance."""
     import itertools
 
-    from msprobe_megatron.probes.dump import DumpProbe
-    from msprobe_megatron.record.directory import RunDirectory
-    from msprobe_megatron.sites.optimizer import OptimizerSite
+    from msprobe_megatron.job.features.dump.probe import DumpProbe
+    from msprobe_megatron.job.sites.training.optimizer import OptimizerSite
+    from msprobe_megatron.run_directory.directory import RunDirectory
 
     owner, name = {
         "site": (DumpProbe, "see"),
@@ -279,8 +280,8 @@ def train_while_overwritten(argv):
     """Other code replaces the schedule after the kit has attached, as MindSpeed's repatch does."""
     import megatron.core.pipeline_parallel.schedules as schedules
 
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     original = schedules.forward_backward_no_pipelining
     done = []
@@ -323,7 +324,7 @@ def test_names_of_all_kinds_and_stacks_are_there(tmp_path):
     sites = json.loads((tmp_path / "out" / "step_000000" / "rank_00000" / "sites.json").read_text())
     stack = next(entry["stack"] for entry in sites["modules"] if entry["name"].endswith("0.mlp.linear_fc1"))
     assert "mlp.py" in stack[0]
-    own = [line for line in stack if "patching.py" in line or "/patches/" in line or "/session.py" in line]
+    own = [line for line in stack if "/patching/" in line or "/patches/" in line or "/session.py" in line]
     assert own == [], "a stack shows the training code, not the kit"
     assert any("train.py" in line for line in stack)
     ids = {entry["site"]: entry["name"] for entry in sites["modules"]}

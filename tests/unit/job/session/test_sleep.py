@@ -7,10 +7,10 @@ import torch
 
 from msprobe_megatron import attach
 from msprobe_megatron.config import Overrides, from_document
-from msprobe_megatron.dispatch import DISPATCHER
-from tests.forked import run_forked
-from tests.integrations.rows import rows, steps
-from tests.integrations.test_plain_torch import net, train
+from msprobe_megatron.job.session.patch_scopes import ROUTER
+from tests.jobs.integrations.rows import rows, steps
+from tests.jobs.integrations.test_plain_torch import net, train
+from tests.support.forked import run_forked
 
 _JOB = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 2"
@@ -35,7 +35,7 @@ def made(seed=0):
 def traces(model, optimizer):
     """What the kit has on a model, in the order of `vars`."""
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), "_call_impl" in vars(m)) for m in model.modules()]
-    return hooks, "step" in vars(optimizer), len(DISPATCHER.sessions())
+    return hooks, "step" in vars(optimizer), len(ROUTER.sessions())
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -103,8 +103,8 @@ def test_put_to_sleep_within_a_step_it_keeps_what_it_saw(tmp_path):
 
 def two_by_turns(out):
     """Two sessions of one Megatron model, each awake every second step; what each has recorded, and the losses."""
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     sessions = []
 
@@ -128,7 +128,7 @@ def two_by_turns(out):
 
 
 def plain_job():
-    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
 
     return run(_JOB.split()).losses
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.sites.functions import Double
+from tests.unit.job.sites.functions import Double
 
 
 class Marked(torch.Tensor):
@@ -78,6 +78,14 @@ def used_twice(net, x):
     y = torch.mul(x, x) + torch.add(net.weight, net.weight)
     y = torch.addmm(y, y, y) + torch.cat([y, y])[:4]
     return torch.baddbmm(y[None], y[None], y[None])[0]
+
+
+def unread(net, x):
+    y = torch.baddbmm(torch.full((1, 4, 4), float("nan")), x[None], x[None], beta=0)[0] + torch.empty(4, 4).copy_(x)
+    with torch.no_grad():
+        torch.topk(x, 2, dim=1, out=(torch.empty(4, 2), torch.empty(4, 2, dtype=torch.int64)))
+        torch.add(x, 1, out=torch.empty(4, 4))
+    return torch.addmm(input=y, mat1=x, mat2=x, beta=0.0) + torch.addmm(y, x, x, beta=0.5)
 
 
 def with_dropout(net, x):
@@ -152,7 +160,7 @@ def nested_modules(net, x):
 
 SCENARIOS = [
     *(in_place, by_keyword, views, lists, tuples, used_twice, with_dropout, functions, refused, of_another_class),
-    *(without_gradients, repeated, hooked, kinds, nested_modules),
+    *(without_gradients, repeated, hooked, kinds, nested_modules, unread),
 ]
 
 

@@ -4,7 +4,7 @@ import contextlib
 import io
 
 from msprobe_megatron.cli import main
-from tests.forked import run_forked
+from tests.support.forked import run_forked
 
 
 def _captured(words):

@@ -5,7 +5,7 @@ import threading
 
 from rich.console import Console
 
-from msprobe_megatron.report.bar import Bar
+from msprobe_megatron.report.terminal.bar import Bar
 
 
 def test_silent_without_a_terminal(capsys):
@@ -18,7 +18,8 @@ def test_silent_without_a_terminal(capsys):
 def test_a_terminal_sees_the_part_and_its_share(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(
-        "msprobe_megatron.report.bar.Console", lambda file: Console(file=screen, force_terminal=True, width=100)
+        "msprobe_megatron.report.terminal.bar.Console",
+        lambda file: Console(file=screen, force_terminal=True, width=100),
     )
     threads = threading.active_count()
     with Bar() as bar:

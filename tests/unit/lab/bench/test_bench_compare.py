@@ -4,12 +4,12 @@ import inspect
 import json
 import re
 
-from msprobe_megatron.analyse import compare as stages
-from msprobe_megatron.bench import compare
-from msprobe_megatron.bench.compare import _grid
-from msprobe_megatron.bench.compare_profile import STAGES
-from msprobe_megatron.bench.profile import profiles
+from msprobe_megatron.analysis.compare import compare as stages
 from msprobe_megatron.cli import main
+from msprobe_megatron.lab.bench.profiles.compare_profile import STAGES
+from msprobe_megatron.lab.bench.profiles.profile import profiles
+from msprobe_megatron.lab.bench.tables import compare
+from msprobe_megatron.lab.bench.tables.compare import _grid
 
 
 def test_a_small_pair_and_small_tensors(capsys, tmp_path):
@@ -44,7 +44,7 @@ def test_what_missed_has_its_stages(tmp_path, monkeypatch):
     assert of_rows.startswith("rows of 1024 ranks: by stage, of a pair of 4 ranks: `")
     assert "`match` " in of_rows and "; the most memory is resident in `" in of_rows
     assert sum(int(share) for share in re.findall(r" (\d+)%", of_rows)) > 80
-    assert of_tensors.startswith("tensors bfloat16 cut: `") and "`analyse/elements." in of_tensors
+    assert of_tensors.startswith("tensors bfloat16 cut: `") and "`analysis/compare/pairs/elements." in of_tensors
     assert not list(tmp_path.rglob("*.parquet"))
 
 

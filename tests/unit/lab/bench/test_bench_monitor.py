@@ -4,8 +4,8 @@ import json
 import subprocess
 import sys
 
-from msprobe_megatron.bench.monitor import TARGETS, VARIANTS, off_step_seconds
 from msprobe_megatron.config import from_document
+from msprobe_megatron.lab.bench.tables.monitor import TARGETS, VARIANTS, off_step_seconds
 
 NAMES = ["plain", "boundaries", "all", "gradients", "every_100"]
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from msprobe_megatron import attach, native
-from msprobe_megatron.bench import counts
-from msprobe_megatron.bench.counts import VARIANTS, Counting, hooks
-from msprobe_megatron.bench.profile import profiles
+from msprobe_megatron import attach
 from msprobe_megatron.config import Overrides, from_document
-from msprobe_megatron.probes.dump import DumpProbe
-from tests.bench.forks import bench, forked
+from msprobe_megatron.job.features.dump.probe import DumpProbe
+from msprobe_megatron.job.measure import native
+from msprobe_megatron.lab.bench.profiles.profile import profiles
+from msprobe_megatron.lab.bench.tables import counts
+from msprobe_megatron.lab.bench.tables.counts import VARIANTS, Counting, hooks
+from tests.unit.lab.bench.forks import bench, forked
 
 LAYERS, WIDTH = 6, 16
 # Modules that are called: six linears and the net. Each has an input, an output and a gradient of both; the net's input

@@ -4,11 +4,11 @@ import sys
 
 import pytest
 
-from msprobe_megatron.bench.dump import PAIRS
-from msprobe_megatron.bench.options import Options
-from msprobe_megatron.bench.peer.columns import PeerFailed, check_peer, columns, run_worker
-from msprobe_megatron.bench.perturb import PAIRS as PERTURB_PAIRS
 from msprobe_megatron.cli import main
+from msprobe_megatron.lab.bench.options import Options
+from msprobe_megatron.lab.bench.peer.columns import PeerFailed, check_peer, columns, run_worker
+from msprobe_megatron.lab.bench.tables.dump import PAIRS
+from msprobe_megatron.lab.bench.tables.perturb import PAIRS as PERTURB_PAIRS
 
 
 def test_both_tools_run_the_same_model(peer, tmp_path):

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from msprobe_megatron.bench import processes
-from msprobe_megatron.bench.beside import spread
-from msprobe_megatron.bench.memory import PeakMemory
-from msprobe_megatron.bench.processes import run_ranks, together
-from msprobe_megatron.bench.turns import BenchFailed, Turns, Workload, size_of
-from msprobe_megatron.report.bench import bars, markdown
+from msprobe_megatron.lab.bench.clockwork import processes
+from msprobe_megatron.lab.bench.clockwork.memory import PeakMemory
+from msprobe_megatron.lab.bench.clockwork.paired import spread
+from msprobe_megatron.lab.bench.clockwork.processes import run_ranks, together
+from msprobe_megatron.lab.bench.clockwork.turns import BenchFailed, Turns, Workload, size_of
+from msprobe_megatron.report.terminal.bench import bars, markdown
 
 
 def line(name, seconds, training, rows, ratio=1.0):
@@ -115,7 +115,7 @@ def test_what_ranks_do_in_turn_depends_on_no_clock(monkeypatch, tmp_path):
             return clock[0]
 
         for name in ("process_time", "thread_time"):
-            monkeypatch.setattr(f"msprobe_megatron.bench.turns.time.{name}", now)
+            monkeypatch.setattr(f"msprobe_megatron.lab.bench.clockwork.turns.time.{name}", now)
         monkeypatch.setattr(turns, "_attach", lambda name, turn: attached.append((step, name, turn)))
         step = -1
         turns.ready(None, None)

@@ -2,9 +2,9 @@
 
 import torch
 
-from msprobe_megatron.bench.callers import caller
-from msprobe_megatron.bench.tensor_memory import Held, LiveTensors, beyond, tensors_text
-from msprobe_megatron.sites.arguments import own_work
+from msprobe_megatron.job.sites.calls.arguments import untraced
+from msprobe_megatron.lab.bench.profiles.callers import caller
+from msprobe_megatron.lab.bench.profiles.tensor_memory import Held, LiveTensors, beyond, tensors_text
 
 HERE = __name__
 MIB = 1 << 20
@@ -42,15 +42,15 @@ def test_what_a_backward_makes_is_named_by_its_node():
 
 
 def test_the_kit_is_named_when_it_works_for_itself_and_its_wrappers_are_not():
-    wrapper = {"__name__": "msprobe_megatron.sites.api", "caller": caller}
+    wrapper = {"__name__": "msprobe_megatron.job.sites.calls.api", "caller": caller}
     exec("def passing(call):\n    return call('mm')", wrapper)  # noqa: S102  (a function that is of that module)
     passing = wrapper["passing"]
     assert passing(caller) == (f"{HERE}.{_test_name(3)} → mm", False)
-    with own_work():
-        assert passing(caller) == ("sites.api.passing → mm", True)
-    measure = {"__name__": "msprobe_megatron.measure.once"}
+    with untraced():
+        assert passing(caller) == ("job.sites.calls.api.passing → mm", True)
+    measure = {"__name__": "msprobe_megatron.job.measure.once"}
     exec("def see(call):\n    return call('clone')", measure)  # noqa: S102
-    assert measure["see"](caller) == ("measure.once.see → clone", True)
+    assert measure["see"](caller) == ("job.measure.once.see → clone", True)
 
 
 def _test_name(number):

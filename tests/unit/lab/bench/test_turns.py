@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from msprobe_megatron import attach
-from msprobe_megatron.bench import dump, layers, monitor, perturb
-from msprobe_megatron.bench.beside import Step, cost
-from msprobe_megatron.bench.options import Options
-from msprobe_megatron.bench.profile import _job, profiles, text
-from msprobe_megatron.bench.turns import PLAIN, BenchFailed, Turns, Workload
-from msprobe_megatron.bench.volume import _models
-from msprobe_megatron.bench.workloads import asked
 from msprobe_megatron.cli import main
-from msprobe_megatron.commands.bench import KEYS
-from msprobe_megatron.dispatch import DISPATCHER
-from msprobe_megatron.measure.stats import measure
-from tests.bench.forks import bench, forked
+from msprobe_megatron.cli.bench import KEYS
+from msprobe_megatron.job.measure.stats import measure
+from msprobe_megatron.job.session.patch_scopes import ROUTER
+from msprobe_megatron.lab.bench.clockwork.paired import Step, cost
+from msprobe_megatron.lab.bench.clockwork.turns import PLAIN, BenchFailed, Turns, Workload
+from msprobe_megatron.lab.bench.models.workloads import asked
+from msprobe_megatron.lab.bench.options import Options
+from msprobe_megatron.lab.bench.profiles.profile import _job, profiles, text
+from msprobe_megatron.lab.bench.tables import dump, layers, monitor, perturb
+from msprobe_megatron.lab.bench.tables.volume import _models
+from tests.unit.lab.bench.forks import bench, forked
 
 
 def turns_of(tmp_path, variants, turns=4, **more):
@@ -125,7 +125,7 @@ def test_sessions_sleep_between_their_turns(tmp_path, monkeypatch, fresh):
     some.ready([model], optimizer)
     there = []
     for _ in range(some.iterations):
-        there.append(len(DISPATCHER.sessions()))
+        there.append(len(ROUTER.sessions()))
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -215,7 +215,7 @@ def test_a_profile_names_the_functions_of_the_kit_and_what_they_call():
     with contextlib.redirect_stdout(io.StringIO()):
         found = text(pstats.Stats(profile), line)
     assert found.startswith("h64:L0: the writer thread 20% of what is added")
-    assert "`measure/" in found
+    assert "`job/measure/" in found
 
 
 def test_models_by_name_and_by_flags():
@@ -246,7 +246,7 @@ def test_models_by_name_and_by_flags():
         (["dump", "--turns", "0"], "whole numbers from 1"),
         (["dump", "--turns", "-3"], "whole numbers from 1"),
         (["dump", "--ranks", "two"], "whole numbers from 1"),
-        (["nothing"], "invalid choice: 'nothing'"),
+        (["nothing"], "'nothing' is not known; accepted: dump"),
         (["layers", "--model", "llama2"], "bench layers has no --model"),
         (["monitor", "--model", "llama3"], "accepted are llama2"),
         (["compare", "--ranks", "6", "--only", "rows"], "powers of two up to 1024"),
@@ -311,4 +311,4 @@ def test_memory_that_is_missed_has_a_profile_of_memory(tmp_path):
     assert found.startswith("h64:L0: Python holds ")
     assert "`topology/" in found
     assert tensors.startswith("h64:L0: tensors alive at the peak are ")
-    assert "; beyond those of plain training `" in tensors and "`record." in tensors
+    assert "; beyond those of plain training `" in tensors and "`job.record." in tensors

@@ -8,12 +8,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from msprobe_megatron.bench import volume
-from msprobe_megatron.bench.layouts import Layout
-from msprobe_megatron.bench.options import Options
-from msprobe_megatron.bench.profile import profiles
-from msprobe_megatron.bench.turns import BenchFailed
-from msprobe_megatron.bench.volume import (
+from msprobe_megatron.lab.bench.clockwork.turns import BenchFailed
+from msprobe_megatron.lab.bench.models.layouts import Layout
+from msprobe_megatron.lab.bench.options import Options
+from msprobe_megatron.lab.bench.profiles.profile import profiles
+from msprobe_megatron.lab.bench.tables import volume
+from msprobe_megatron.lab.bench.tables.volume import (
     CALIBRATION,
     HELD_OUT,
     MODELS,
@@ -24,7 +24,7 @@ from msprobe_megatron.bench.volume import (
     recorded,
     speeds,
 )
-from tests.forked import run_forked
+from tests.support.forked import run_forked
 
 
 def test_coefficients_are_found_from_the_small_models():
@@ -55,8 +55,8 @@ def test_the_calculation_meets_a_model_that_was_not_used(level):
 
 
 def test_speeds_are_of_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr("msprobe_megatron.bench.write_speed._SPEED_BYTES", 1 << 20)
-    monkeypatch.setattr("msprobe_megatron.bench.write_speed._SPEED_TENSOR", 1 << 16)
+    monkeypatch.setattr("msprobe_megatron.lab.bench.tables.write_speed._SPEED_BYTES", 1 << 20)
+    monkeypatch.setattr("msprobe_megatron.lab.bench.tables.write_speed._SPEED_TENSOR", 1 << 16)
     found = speeds(tmp_path, turns=1)
     assert found["bytes"] == 1 << 20 and found["share"] > 0
     (why,) = profiles(volume, [{"name": "speed", **found, "share": 0.7, "target": 0.8}], tmp_path)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from msprobe_megatron.demo.pretrain_gpt import run
-from tests.forked import run_forked
+from msprobe_megatron.lab.demo.pretrain_gpt import run
+from tests.support.forked import run_forked
 
 BASE = """
 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 128

@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from msprobe_megatron.demo.arguments import build_parser, parse
-from tests.demo.small_job import BASE
+from msprobe_megatron.lab.demo.arguments import build_parser, parse
+from tests.unit.lab.demo.small_job import BASE
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"

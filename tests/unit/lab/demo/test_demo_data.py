@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from msprobe_megatron.demo.data import Batches, sample
+from msprobe_megatron.lab.demo.data import Batches, sample
 from msprobe_megatron.topology.coordinates import Coordinates
 
 

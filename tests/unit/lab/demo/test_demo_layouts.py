@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.demo.small_job import train_in
+from tests.unit.lab.demo.small_job import train_in
 
 TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"

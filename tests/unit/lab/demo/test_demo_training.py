@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from msprobe_megatron.demo.data import sample
-from msprobe_megatron.demo.pretrain_gpt import run
-from msprobe_megatron.demo.train import Callbacks
-from tests.demo.small_job import BASE, train_in
-from tests.forked import run_forked
+from msprobe_megatron.lab.demo.data import sample
+from msprobe_megatron.lab.demo.pretrain_gpt import run
+from msprobe_megatron.lab.demo.train import Callbacks
+from tests.support.forked import run_forked
+from tests.unit.lab.demo.small_job import BASE, train_in
 
 SCRIPT = ["-m", "msprobe_megatron.demo.pretrain_gpt"]
 

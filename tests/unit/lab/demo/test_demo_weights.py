@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from msprobe_megatron.demo.pretrain_gpt import run
-from msprobe_megatron.demo.train import Callbacks
-from msprobe_megatron.demo.weights import Initial, generator
+from msprobe_megatron.lab.demo.pretrain_gpt import run
+from msprobe_megatron.lab.demo.train import Callbacks
+from msprobe_megatron.lab.demo.weights import Initial, generator
 from msprobe_megatron.topology import names
-from tests.demo.small_job import BASE
-from tests.forked import run_forked
+from tests.support.forked import run_forked
+from tests.unit.lab.demo.small_job import BASE
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 

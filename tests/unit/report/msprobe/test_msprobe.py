@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.exchange.export import export_msprobe
-from msprobe_megatron.exchange.importer import MsprobeFormatError, import_msprobe
-from msprobe_megatron.exchange.records import tensor_record
-from tests.exchange.peer import call
-from tests.forked import run_forked
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.report.msprobe.export import export_msprobe
+from msprobe_megatron.report.msprobe.importer import MsprobeFormatError, import_msprobe
+from msprobe_megatron.report.msprobe.records import tensor_record
+from tests.support.forked import run_forked
+from tests.unit.report.msprobe.peer import call
 
 _JOB = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 2"
@@ -25,7 +25,7 @@ _JOB = (
 
 
 def train(argv):
-    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
 
     run(argv)
     return {}

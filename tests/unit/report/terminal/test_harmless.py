@@ -4,7 +4,7 @@ import unicodedata
 
 import pytest
 
-from msprobe_megatron.report.harmless import harmless
+from msprobe_megatron.report.terminal.tables import harmless
 
 
 def test_controls_are_shown_as_dots_and_the_end_of_a_line_stays():

@@ -1,6 +1,7 @@
 """What a job's options hide is named: each by itself, in run.json, in the events, and on the pages of the hosts."""
 
 import contextlib
+import enum
 import io
 import json
 import re
@@ -12,11 +13,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from msprobe_megatron.topology.blind_spots import BLIND_SPOTS, TRIED, unseen, untried
-from tests.forked import run_forked
-from tests.integrations.rows import faults, probe, steps
+from msprobe_megatron.topology.host.blind_spots import BLIND_SPOTS, TRIED, unseen, untried
+from tests.jobs.integrations.rows import faults, probe, steps
+from tests.support.forked import run_forked
 
-PAGES = Path(__file__).resolve().parents[2] / "docs/hosts"
+PAGES = Path(__file__).resolve().parents[4] / "docs/hosts"
 
 
 @pytest.mark.parametrize("spot", BLIND_SPOTS, ids=lambda spot: spot.option)
@@ -29,6 +30,20 @@ def test_each_option_is_named_by_itself(spot):
     pages = (PAGES / "modellink.md").read_text() + (PAGES / "megatron_lm.md").read_text()
     if spot.option != "context_parallel_algo":  # a section of its own
         assert spot.option.replace("_", "-") in pages
+
+
+class Scope(enum.Enum):
+    attn = 1
+    full_iteration = 2
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [([Scope.attn, Scope.full_iteration], True), (["full_iteration"], True), ([Scope.attn], False), ([], False)],
+)
+def test_a_graph_of_the_whole_iteration_is_named_however_it_is_given(given, named):
+    said = unseen(Namespace(cuda_graph_scope=given))
+    assert [text.partition(":")[0] for text in said] == (["cuda_graph_scope=full_iteration"] if named else [])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from msprobe_megatron import attach
-from msprobe_megatron.topology.blind_spots import compiled
+from msprobe_megatron.topology.host.blind_spots import compiled
 
 
 def net():

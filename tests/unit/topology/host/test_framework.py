@@ -2,7 +2,7 @@ import argparse
 import json
 import types
 
-from msprobe_megatron.topology import host
+from msprobe_megatron.topology.host import framework
 
 
 def test_secrets_are_masked_and_names_that_only_look_alike_are_not():
@@ -18,7 +18,7 @@ def test_secrets_are_masked_and_names_that_only_look_alike_are_not():
         nested={"api-key": "abc", "lr": 0.1},
         from_yaml=types.SimpleNamespace(wandb=types.SimpleNamespace(api_key="abc"), lr=0.1),
     )
-    plain = host.plain(arguments)
+    plain = framework.plain(arguments)
     text = json.dumps(plain)
     assert not any(secret in text for secret in ("abc", "xyz", '"pw"', '"s"'))
     assert plain["tokenizer_type"] == "NullTokenizer"
@@ -33,7 +33,7 @@ def test_objects_become_text_and_the_rest_stays_json():
         def __repr__(self):
             return "x" * 1000
 
-    plain = host.plain(argparse.Namespace(thing=Thing(), dtype=complex, numbers=(1, 2), nothing=None))
+    plain = framework.plain(argparse.Namespace(thing=Thing(), dtype=complex, numbers=(1, 2), nothing=None))
     assert len(plain["thing"]) <= 200
     assert plain["numbers"] == [1, 2]
     assert plain["nothing"] is None
@@ -41,5 +41,5 @@ def test_objects_become_text_and_the_rest_stays_json():
 
 
 def test_without_megatron_training_there_is_no_iteration():
-    assert host.megatron_iteration() is None
-    assert host.resumed_iteration() == 0
+    assert framework.megatron_iteration() is None
+    assert framework.resumed_iteration() == 0

@@ -3,7 +3,7 @@
 import sys
 import types
 
-from msprobe_megatron.topology.provenance import environment, sources
+from msprobe_megatron.topology.host.provenance import environment, sources
 
 
 def test_secrets_and_strangers_stay_out():

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from torch import nn
 
-from msprobe_megatron.topology.activations import ChunkLayout
-from msprobe_megatron.topology.inner_layouts import inner_numbering
 from msprobe_megatron.topology.names import NamedModule
+from msprobe_megatron.topology.shards_of.activations import ChunkLayout
+from msprobe_megatron.topology.shards_of.inner_activations import inner_numbering
 
 RANK, SIZE = {"tp": 1}, {"tp": 2}
 

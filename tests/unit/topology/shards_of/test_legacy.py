@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from msprobe_megatron.topology import host
-from msprobe_megatron.topology.activations import ChunkLayout, activation_spec
-from msprobe_megatron.topology.grad_buffers import buckets, reduced_range
+from msprobe_megatron.topology.host import framework
 from msprobe_megatron.topology.names import NamedModule
+from msprobe_megatron.topology.shards_of.activations import ChunkLayout, activation_spec
+from msprobe_megatron.topology.shards_of.grad_buffers import buckets, reduced_range
 
 
 def flash(package):
@@ -51,7 +51,7 @@ def test_the_version_of_a_release_that_does_not_import_it_itself(monkeypatch, tm
     monkeypatch.setitem(sys.modules, "megatron.core", core)
     monkeypatch.delitem(sys.modules, "megatron.core.package_info", raising=False)
     try:
-        assert host.versions()["megatron-core"] == "0.6.0"
+        assert framework.versions()["megatron-core"] == "0.6.0"
     finally:
         sys.modules.pop("megatron.core.package_info", None)
 

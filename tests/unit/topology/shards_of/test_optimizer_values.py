@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from msprobe_megatron.topology.optimizer_values import (
+from msprobe_megatron.topology.shards_of.optimizer_values import (
     MASTER,
     has_master,
     is_encoded,
     state_value,
     weight_value,
 )
-from msprobe_megatron.topology.optimizers import Owned
+from msprobe_megatron.topology.shards_of.optimizers import Owned
 
 
 class Scaled:

@@ -1,14 +1,16 @@
 """Stands in for torch_npu where there is no NPU, so that ModelLink and MindSpeed can be imported and trained there.
 
-`torch.npu` is `torch.cuda`, to which the kit's CPU backend gives a meaning; no device is there before it does. The
-operators that the recipes use are written in plain torch after torch_npu's public descriptions; any other is named
-when it is asked for.
+`torch.npu` is the simulated device where that is installed, else `torch.cuda`, to which the kit's CPU backend gives a
+meaning; no device is there before it does. The operators that the recipes use are written in plain torch after
+torch_npu's public descriptions; any other is named when it is asked for.
 """
 
 import sys
 from typing import Any, NoReturn
 
 import torch
+
+from msprobe_megatron.hosts.rehearsal import simulated_device
 
 from . import _C as _C
 from . import profiler as profiler
@@ -31,12 +33,16 @@ __all__ = [
     "npu_swiglu",
 ]
 __version__ = "2.13.0+stand.in"
-npu: Any = torch.cuda
-npu.set_compile_mode = lambda jit_compile=False: None
-sys.modules["torch_npu.npu"] = sys.modules["torch.npu"] = npu
-setattr(torch, "npu", npu)  # noqa: B010  (torch is typed)
-for _owner in (torch.Tensor, torch.nn.Module):
-    setattr(_owner, "npu", lambda self, *args, **kwargs: self.cuda(*args, **kwargs))  # noqa: B010
+npu: Any
+if simulated_device.installed():
+    npu = sys.modules["torch.npu"]
+else:
+    npu = torch.cuda
+    npu.set_compile_mode = lambda jit_compile=False: None
+    sys.modules["torch_npu.npu"] = sys.modules["torch.npu"] = npu
+    setattr(torch, "npu", npu)  # noqa: B010  (torch is typed)
+    for _owner in (torch.Tensor, torch.nn.Module):
+        setattr(_owner, "npu", lambda self, *args, **kwargs: self.cuda(*args, **kwargs))  # noqa: B010
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -57,7 +57,7 @@ def npu_fusion_attention(
     scale: float = 1.0,
     **options: Any,
 ) -> tuple[Tensor]:
-    """Attention in one operator; what is True in the mask is not seen. Sparse modes 2 and 3 mean a causal mask."""
+    """Attention in one operator; what is True in the mask is not seen. Sparse modes: 2 and 3 causal, 4 a band."""
     if options.get("keep_prob", 1.0) < 1.0 or input_layout not in ("SBH", "BSH", "BNSD", "BSND"):
         raise NotImplementedError(f"stand-in of npu_fusion_attention: {input_layout}, {options}")
     channels = query.shape[-1] // head_num if input_layout in ("SBH", "BSH") else query.shape[-1]
@@ -73,6 +73,10 @@ def npu_fusion_attention(
     hidden: Tensor | None
     if options.get("sparse_mode", 0) in (2, 3):
         hidden = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(1)
+    elif options.get("sparse_mode", 0) == 4:
+        every = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
+        before, after = int(options.get("pre_tockens", rows)), int(options.get("next_tockens", 0))
+        hidden = every.triu(after + 1) | every.tril(-before - 1)
     else:
         hidden = atten_mask.bool() if atten_mask is not None else None
     if hidden is not None:

@@ -1,19 +1,128 @@
-"""Changed inputs: noise in units of the last place, and msprobe's four changes.
+"""Changed inputs for the second run of a call: another precision, the host, or noise.
 
-The sign of the noise of an element comes from a hash of its index in the whole tensor, dimension by dimension, so that
-a shard gets the part of the noise that the whole would get, whatever the layout. No random generator is asked. Zeros,
-subnormal numbers, Inf and NaN stay what they are.
+Precision: a 16-bit result is compared with 32 bits where all of it is computed (fix, `profile: msprobe`), and every
+result with 64 bits where a few rows are. Noise: in units of the last place, and msprobe's four changes. The sign of the
+noise of an element comes from a hash of its index in the whole tensor, dimension by dimension, so a shard gets the same
+noise as that part of the whole tensor, in every layout. No random generator is used. Zeros, subnormal numbers, Inf and
+NaN are not changed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
+from torch.func import functional_call
 
-from msprobe_megatron.measure.pair import digits
+from msprobe_megatron.job.measure.pair import digits
+
+_NESTING = 4
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def convert(value: Any, change: Change, depth: int = 0) -> Any:  # noqa: PLR0911 (one for each container)
+    """The same nested containers with every tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if depth == _NESTING:
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(convert(item, change, depth + 1) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(convert(item, change, depth + 1) for item in value)
+    if isinstance(value, dict):
+        return {key: convert(item, change, depth + 1) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {
+            item.name: convert(getattr(value, item.name), change, depth + 1) for item in fields(value) if item.init
+        }
+        return replace(value, **changed)
+    return value
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers, in the order of `convert`."""
+    found: list[torch.Tensor] = []
+    convert(value, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
+    return found
+
+
+def higher(dtype: torch.dtype) -> torch.dtype:
+    """The next precision above a floating-point type; float64 stays."""
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def raised(x: torch.Tensor) -> torch.Tensor:
+    """A tensor in the next precision, differentiably."""
+    return x.to(higher(x.dtype)) if x.is_floating_point() and x.dtype is not torch.float64 else x
+
+
+def single(x: torch.Tensor) -> torch.Tensor:
+    """16 bits in 32, as msprobe does; other tensors as they are."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    """A floating-point tensor in 64 bits; others as they are."""
+    return x.double() if x.is_floating_point() else x
+
+
+def on_host(x: torch.Tensor) -> torch.Tensor:
+    """A tensor in host memory, 16 bits in 32."""
+    return single(x.to("cpu"))
+
+
+def has_lower(value: Any) -> bool:
+    """Whether any tensor of the arguments has 16 bits.
+
+    Example::
+
+        >>> has_lower((torch.ones(1, dtype=torch.bfloat16),))
+        True
+    """
+    return any(x.dtype in (torch.float16, torch.bfloat16) for x in tensors_of(value))
+
+
+def convert_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> tuple[tuple[Any, ...], Any]:
+    """Changed arguments; a dtype that the call names for its result (`softmax(x, dtype=…)`) changes too."""
+
+    def other(value: Any) -> Any:
+        if isinstance(value, torch.dtype) and value.is_floating_point:
+            return change(torch.empty(0, dtype=value)).dtype
+        return value
+
+    changed, keywords = convert(args, change), convert(kwargs, change)
+    return tuple(map(other, changed)), {key: other(value) for key, value in keywords.items()}
+
+
+def module_twin(module: nn.Module, change: Change) -> Callable[..., Any]:
+    """A function that runs a module with its parameters and buffers changed."""
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return functional_call(module, {key: change(value) for key, value in state.items()}, args, kwargs)
+
+    return run
+
+
+def find_sibling(name: str, modules: dict[str, nn.Module], layer: int | None) -> str | None:
+    """Name of the module of the same class at the same place in the nearest other layer; None if there is none."""
+    if layer is None:
+        return None
+    head, _, tail = name.partition(f"layers.{layer}")
+    others: Sequence[int] = sorted(range(10_000), key=lambda n: (abs(n - layer), n))[1:200]
+    for other in others:
+        candidate = f"{head}layers.{other}{tail}"
+        if candidate in modules and type(modules[candidate]) is type(modules[name]):
+            return candidate
+    return None
+
 
 Numbering = tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]
 Runs = tuple[tuple[int, int], ...]
@@ -28,14 +137,14 @@ STRENGTH = {torch.bfloat16: 1e-4, torch.float16: 1e-6, torch.float32: 1e-8, torc
 _MIX = 0x9E3779B97F4A7C15
 _ALL = (1 << 64) - 1
 _TABLE = 1 << 16
-_TURNS = 64
+_QUOTIENTS = 64
 """Signs of quotients are those of a dimension that no tensor has."""
 _PIECE = 1 << 19
-"""Elements that are changed at once: so much, and the changed tensor, is what a nudge needs."""
+"""Elements changed at once: the temporary memory that noise needs besides its result."""
 
 
 def signs_of(dim: int, first: int, count: int) -> npt.NDArray[np.int64]:
-    """The part of a sign that each of ``count`` indices from ``first`` along a dimension gives.
+    """Sign factors of ``count`` indices from ``first`` on along a dimension.
 
     Example::
 
@@ -52,23 +161,23 @@ def signs_of(dim: int, first: int, count: int) -> npt.NDArray[np.int64]:
 
 @lru_cache(maxsize=64)
 def _table(dim: int, numbers: Runs, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Signs of a dimension whose local elements are runs (first, count) of the whole, below ``_TABLE``."""
+    """Signs along a dimension whose local elements are runs (first, count) of the whole, all below ``_TABLE``."""
     values = np.concatenate([signs_of(dim, first, count) for first, count in numbers])
     return torch.from_numpy(values).to(device=device, dtype=dtype)
 
 
 def _signs(dim: int, numbers: Runs, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The same for any runs: beyond the table the sign of a number is that of its remainder times that of its quotient.
+    """`_table` for any runs: beyond it, the sign of an index is that of its remainder times that of its quotient.
 
-    So a dimension as long as all gradients of a job needs no table of its length.
+    So a dimension as long as the flat gradient buffer needs no table of its length.
     """
     if max(first + count for first, count in numbers) <= _TABLE:
         return _table(dim, numbers, dtype, device)
     index = torch.cat([torch.arange(first, first + count, device=device) for first, count in numbers])
     signs = _table(dim, ((0, _TABLE),), dtype, device)[index % _TABLE]
-    turns = _table(dim + _TURNS, ((0, _TABLE),), dtype, device)
-    # The first quotient turns nothing: below the table's length its signs are all.
-    return signs * turns[index.div_(_TABLE, rounding_mode="floor").remainder_(_TABLE)] * turns[0]
+    quotients = _table(dim + _QUOTIENTS, ((0, _TABLE),), dtype, device)
+    # Divided by the sign of quotient 0, so that indices below the table's length have the signs of the table.
+    return signs * quotients[index.div_(_TABLE, rounding_mode="floor").remainder_(_TABLE)] * quotients[0]
 
 
 def _cut(numbers: Runs, first: int, count: int) -> Runs:
@@ -106,7 +215,7 @@ def add_ulps(x: torch.Tensor, ulps: int, numbering: Numbering | None = None) -> 
     counts = [dim for dim in range(x.dim()) if x.size(dim) > 1 or numbering is not None]
     if x.numel() <= _PIECE:
         return _step(x, ulps, [sign(dim, runs[dim]) for dim in counts])
-    # Besides the result only pieces: it may be as large as all gradients of the job.
+    # In pieces: the tensor may be as large as all gradients of the job.
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     wide = max(range(x.dim()), key=x.size)
     others = [sign(dim, runs[dim]) for dim in counts if dim != wide]
@@ -144,7 +253,7 @@ def _runs(x: torch.Tensor, dim: int, numbering: Numbering | None) -> Runs:
 
 
 def add_noise(x: torch.Tensor) -> torch.Tensor | None:
-    """Msprobe's noise: a constant, added where the magnitude is above its root.
+    """Msprobe's noise: a constant, added where the magnitude is above its square root.
 
     Example::
 
@@ -161,11 +270,12 @@ def add_noise(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def flip_last_bit(x: torch.Tensor) -> torch.Tensor | None:
-    """Msprobe's bit noise: the last bit of the fraction turned over, where the number is normal.
+    """Msprobe's bit noise: the last bit of the mantissa flipped, where the number is normal.
 
     Example::
 
-        flip_last_bit(torch.tensor([1.0]))       # 1.0000001
+        >>> flip_last_bit(torch.tensor([1.0]))
+        tensor([1.0000])
     """
     integer = _INTEGERS.get(x.dtype)
     if integer is None or x.numel() == 0:
@@ -178,12 +288,12 @@ def flip_last_bit(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _flat(y: torch.Tensor) -> torch.Tensor:
-    """The elements of a copy, in whatever order they lie: a copy has no holes."""
+    """The elements of a copy in memory order; a copy has no gaps."""
     return y.as_strided((y.numel(),), (1,))
 
 
 def swap_ends(x: torch.Tensor) -> torch.Tensor | None:
-    """Msprobe's change of value: first and last element of the first two dimensions change places.
+    """Msprobe's change of value: first and last element of the first two dimensions swapped.
 
     Example::
 
@@ -192,9 +302,9 @@ def swap_ends(x: torch.Tensor) -> torch.Tensor | None:
     """
     if x.dim() == 0 or x.numel() == 0:
         return None
-    if x.dim() == 1 and x.numel() < 2:  # noqa: PLR2004
+    if x.dim() == 1 and x.numel() < 2:
         return None
-    if x.dim() > 1 and x.size(0) < 2 and x.size(1) < 2:  # noqa: PLR2004
+    if x.dim() > 1 and x.size(0) < 2 and x.size(1) < 2:
         return None
     y = x.detach().clone()
     if x.dim() == 1:
@@ -205,7 +315,7 @@ def swap_ends(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def swap_rows(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """First and last row along a dimension change places; its own inverse.
+    """First and last row along a dimension swapped; its own inverse.
 
     Example::
 

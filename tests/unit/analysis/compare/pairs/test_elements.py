@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from msprobe_megatron.analyse import elements
-from msprobe_megatron.analyse.assembly import meet, part_of
-from msprobe_megatron.analyse.elements import Apart, View, add_views, first_beyond, pieces
+from msprobe_megatron.analysis.compare.pairs import elements
+from msprobe_megatron.analysis.compare.pairs.assembly import meet, part_of
+from msprobe_megatron.analysis.compare.pairs.elements import Apart, View, add_views, first_beyond, pieces
 from msprobe_megatron.topology.shards import ShardSpec, cut
 
 torch = pytest.importorskip("torch")

@@ -6,10 +6,10 @@ import struct
 import numpy as np
 import pytest
 
-from msprobe_megatron.analyse.expert_tokens import SAMPLE, ExpertTokens
-from msprobe_megatron.analyse.load import Run
-from msprobe_megatron.analyse.tensor_pairs import Saved
-from msprobe_megatron.analyse.tensors import TensorFiles
+from msprobe_megatron.analysis.compare.pairs.expert_tokens import SAMPLE, ExpertTokens
+from msprobe_megatron.analysis.compare.pairs.tensor_pairs import Saved
+from msprobe_megatron.analysis.load.run import Run
+from msprobe_megatron.analysis.load.saved_tensors import TensorFiles
 
 _LAYER = "decoder.layers.1.mlp"
 _EXPERT = f"{_LAYER}.experts.local_experts.3"

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from msprobe_megatron.analyse.causes import classify, culprit
-from msprobe_megatron.analyse.judge import Judgement
-from msprobe_megatron.analyse.order import causal_order
-from tests.analyse.pairs import pair, pairs_of
+from msprobe_megatron.analysis.compare.verdict.causes import causal_order, classify, culprit
+from msprobe_megatron.analysis.compare.verdict.judge import Judgement
+from tests.unit.analysis.compare.pairs_of_rows import pair, pairs_of
 
 _LAYER = "decoder.layers.0"
 _PLACES = {

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from msprobe_megatron.analyse.hints import hints
-from msprobe_megatron.analyse.load import Run
-from tests.analyse.pairs import pair, pairs_of
+from msprobe_megatron.analysis.compare.verdict.causes import hints
+from msprobe_megatron.analysis.load.run import Run
+from tests.unit.analysis.compare.pairs_of_rows import pair, pairs_of
 
 
 def told(left, right, **content):
@@ -28,3 +28,19 @@ def test_dropout_that_the_kit_has_switched_off_is_no_hint():
     assert [hint for hint in told(on, on) if "dropout" in hint]
     assert not [hint for hint in told(on, on, reproduce={"seed": 1}) if "dropout" in hint]
     assert [hint for hint in told(on, on, reproduce={"dropout": True}) if "dropout" in hint]
+
+
+def test_tokens_that_layouts_drop_differently():
+    def given(factor, other_size, micro=2):
+        runs = [
+            Run(
+                Path(name), {"arguments": {"moe_expert_capacity_factor": factor, "micro_batch_size": size}, "sizes": at}
+            )
+            for name, at, size in (("a", {"tp": 1}, 2), ("b", {"tp": other_size}, micro))
+        ]
+        found = hints(runs[0], runs[1], pairs_of(pair()), ["diverged"], [0])
+        return [hint for hint in found if "drop different tokens" in hint]
+
+    assert given(1.25, 2) and given(1.25, 1, micro=4)
+    assert not given(1.25, 1)
+    assert not given(None, 2)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from msprobe_megatron.analyse.judge import judge, scales
-from msprobe_megatron.analyse.tolerance import Allowed, Scene, tolerances
-from tests.analyse.pairs import figures_of, pair, pairs_of
+from msprobe_megatron.analysis.compare.verdict.judge import judge, scales
+from msprobe_megatron.analysis.compare.verdict.tolerance import Allowed, Scene, tolerances
+from tests.unit.analysis.compare.pairs_of_rows import figures_of, pair, pairs_of
 
 _SCENE = Scene(eps=2.0**-23, layers=4, reduction=64, tokens=128, first_step=0, lr=1e-2)
 _BF16 = Scene(eps=2.0**-7, layers=4, reduction=64, tokens=128, first_step=0, lr=1e-2)
@@ -92,7 +92,7 @@ def test_shapes_that_differ_are_not_compared():
         pair({"numel": 30}, {"numel": 40}, global_shape_l=[30], global_shape_r=[40]),
     )
     result = judge(pairs, tolerances(pairs, _SCENE), padded_vocabulary=(128, 256))
-    assert result.layout.tolist() == ["vocabulary padded to 128 and to 256", "shape (30,) against (40,)"]
+    assert result.layout.tolist() == ["vocabulary padded to 128 and 256", "shape (30,) vs (40,)"]
     assert not result.diverged.any()
 
 
@@ -123,7 +123,8 @@ def test_a_weight_gradient_that_cancels_is_measured_against_what_was_added_up():
 
 
 def test_measured_noise_raises_what_is_allowed():
-    allowed = Allowed(np.array([1e-3, 1e-3]), np.array([2e-3, 2e-3]))
+    allowed = Allowed(np.array([1e-3, 1e-3]), np.array([2e-3, 2e-3]), np.array([4e-3, 4e-3]))
     raised = allowed.at_least(np.array([5e-3, 0.0]), np.array([0.0, 9e-3]))
     assert raised.average.tolist() == [5e-3, 1e-3]
     assert raised.extreme.tolist() == [2e-3, 9e-3]
+    assert raised.element.tolist() == [4e-3, 9e-3]

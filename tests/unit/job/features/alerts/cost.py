@@ -1,13 +1,16 @@
-"""What the rules cost the writer thread: `python -m tests.alerts.cost`. Not a test: times depend on the machine."""
+"""What the rules cost the writer thread: `python -m tests.unit.job.features.alerts.cost`.
+
+Not a test: times depend on the machine.
+"""
 
 import time
 
 import numpy as np
 
 from msprobe_megatron.config import Alert
-from msprobe_megatron.probes.alerts.watch import Alerts
-from msprobe_megatron.record.watching import StepRows
-from tests.alerts.steps import row
+from msprobe_megatron.job.features.alerts.feature import AlertRules
+from msprobe_megatron.job.record.monitor_files import StepRows
+from tests.unit.job.features.alerts.steps import row
 
 ROWS, WARM, STEPS = 1000, 40, 40
 RULES = ("nonfinite", "spike", "vanish", "dead_expert")
@@ -21,7 +24,7 @@ def milliseconds(*rules: str) -> float:
         StepRows(n, rows, 1 + 0.05 * random.random((ROWS, 5)), np.zeros((ROWS, 4), np.int64))
         for n in range(WARM + STEPS)
     ]
-    alerts = Alerts([Alert(rule) for rule in rules], lambda alert, event: None, print)
+    alerts = AlertRules([Alert(rule) for rule in rules], lambda alert, event: None, print)
     for one in steps[:WARM]:
         alerts.saw(one)
     began = time.thread_time()

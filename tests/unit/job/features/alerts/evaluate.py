@@ -1,7 +1,8 @@
 """How far figures of clean jobs are from what is usual, and how far those of broken ones: the defaults of `spike`.
 
-`python -m tests.alerts.evaluate FOLDER` trains all jobs below (some minutes; those that are in the folder already are
-taken from there) and prints the two tables of docs/monitor.md. tests/alerts/test_defaults.py holds what was chosen.
+`python -m tests.unit.job.features.alerts.evaluate FOLDER` trains all jobs below (some minutes; those that are in the
+folder already are taken from there) and prints the two tables of docs/monitor.md. test_defaults.py holds what was
+chosen.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ import pyarrow.dataset as ds
 import torch
 
 from msprobe_megatron.config import Alert
-from msprobe_megatron.probes.alerts.history import Steps
-from msprobe_megatron.probes.alerts.rules import ENOUGH
-from msprobe_megatron.probes.alerts.watch import Alerts
-from msprobe_megatron.record.schema import COUNT_COLUMNS, FLOAT_COLUMNS, Row
-from msprobe_megatron.record.watching import StepRows
-from tests.alerts.steps import row
-from tests.checks.jobs import BEFORE, Now
-from tests.compare.faults import named, weight
-from tests.compare.layouts import MORE
-from tests.distributed.layouts import LAYOUTS, flags_of
-from tests.forked import run_forked
+from msprobe_megatron.job.features.alerts.feature import AlertRules
+from msprobe_megatron.job.features.alerts.rules import ENOUGH
+from msprobe_megatron.job.features.alerts.series import Steps
+from msprobe_megatron.job.record.monitor_files import StepRows
+from msprobe_megatron.run_directory.schema import COUNT_COLUMNS, FLOAT_COLUMNS, Row
+from tests.jobs.compare.faults import named, weight
+from tests.jobs.compare.layouts import MORE
+from tests.jobs.distributed.layouts import LAYOUTS, flags_of
+from tests.support.forked import run_forked
+from tests.unit.job.features.alerts.steps import row
+from tests.unit.job.features.checks.jobs import BEFORE, Now
 
 STEPS, AT, WINDOW = 48, 40, 32
 PROBE = "monitor: {update: true, clipped: true, microbatch_gradients: true}\n"
@@ -79,8 +80,8 @@ _NOTHING = Figure("", "", 0, 0.0, 0.0)
 
 def train(argv: list[str], job: str) -> list[float]:
     """Train in this rank, with the fault that the job is called after, if it is one."""
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     Now.step = 0
     if job in BEFORE:
@@ -186,7 +187,7 @@ def told(run: Path, *rules: str) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for rank in sorted(set(table["rank"].to_pylist())):
         rows = sorted(table.filter(ds.field("rank") == rank).to_pylist(), key=lambda row: (row["step"], row["seq"]))
-        alerts = Alerts([Alert(rule) for rule in rules], lambda alert, event: events.append(event), print)
+        alerts = AlertRules([Alert(rule) for rule in rules], lambda alert, event: events.append(event), print)
         for step, of_step in itertools.groupby(rows, key=lambda row: row["step"]):
             now = list(of_step)
             what = [row_of(slot, row) for slot, row in enumerate(now)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from msprobe_megatron.config import Alert
-from msprobe_megatron.probes.alerts.watch import Alerts
-from msprobe_megatron.record.schema import Row
-from msprobe_megatron.record.watching import StepRows
+from msprobe_megatron.job.features.alerts.feature import AlertRules
+from msprobe_megatron.job.record.monitor_files import StepRows
+from msprobe_megatron.run_directory.schema import Row
 
 
 def row(name="decoder.layers.0", kind="activation", microbatch=0, io="output", numel=4, slot=0, seq=0, **more) -> Row:
@@ -35,7 +35,7 @@ class Told:
     def __init__(self, *alerts: Alert) -> None:
         self.events: list[dict] = []
         self.faults: list[str] = []
-        self.alerts = Alerts(alerts, lambda alert, event: self.events.append(event), self.faults.append)
+        self.alerts = AlertRules(alerts, lambda alert, event: self.events.append(event), self.faults.append)
 
     def __call__(self, number: int, *tensors) -> list[dict]:
         """What was told of this step."""

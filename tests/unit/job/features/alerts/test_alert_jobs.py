@@ -4,11 +4,11 @@ import sys
 
 import pytest
 
-from msprobe_megatron.record.events import read_events
-from tests.checks.jobs import job
+from msprobe_megatron.run_directory.directory import read_events
+from tests.unit.job.features.checks.jobs import job
 
 ALL = "[nonfinite, {rule: spike, cooldown: 0}, vanish, dead_expert, replica, {rule: limit, threshold: 1.0e+6}]"
-PROBE = f"monitor: {{parameters: true, data: true, alerts: {ALL}}}\nchecks: {{}}\nrecorder: {{}}\n"
+PROBE = f"monitor: {{parameters: true, data: true, alerts: {ALL}}}\nchecks: {{every: 1}}\nrecorder: {{}}\n"
 # Without a loss that balances them, experts of so small a model do starve, and that is an alert.
 CALM = "--lr 3e-4 --moe-aux-loss-coeff 0.1"
 LAYOUTS = (

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from msprobe_megatron.config import Alert
-from msprobe_megatron.record.events import read_events
-from tests.alerts.evaluate import AT, CLEAN, FAULTS, PROBE, run_of
-from tests.alerts.steps import Told, row
-from tests.alerts.test_rules import projected
+from msprobe_megatron.run_directory.directory import read_events
+from tests.unit.job.features.alerts.evaluate import AT, CLEAN, FAULTS, PROBE, run_of
+from tests.unit.job.features.alerts.steps import Told, row
+from tests.unit.job.features.alerts.test_rules import projected
 
 ALERTS = "alerts: [nonfinite, {rule: spike, cooldown: 0}, {rule: vanish, cooldown: 0}]"
 

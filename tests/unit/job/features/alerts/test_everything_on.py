@@ -2,11 +2,11 @@
 
 import pytest
 
-from msprobe_megatron.record.events import read_events
-from tests.alerts.test_alert_jobs import ALL
-from tests.distributed.layouts import LAYOUTS, flags_of, train_and_keep
-from tests.distributed.test_bit_exact import same
-from tests.forked import run_forked
+from msprobe_megatron.run_directory.directory import read_events
+from tests.jobs.distributed.layouts import LAYOUTS, flags_of, train_and_keep
+from tests.jobs.distributed.test_bit_exact import same
+from tests.support.forked import run_forked
+from tests.unit.job.features.alerts.test_alert_jobs import ALL
 
 PROBE = (
     f"monitor: {{parameters: true, data: true, format: [parquet, tensorboard], alerts: {ALL}}}\n"

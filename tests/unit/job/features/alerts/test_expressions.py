@@ -66,14 +66,14 @@ def test_refused(text, said):
 
 
 def test_kinds_are_those_of_rows():
-    from msprobe_megatron.config.alerts import KINDS
-    from msprobe_megatron.record import schema
+    from msprobe_megatron.config.sections.alerts import KINDS
+    from msprobe_megatron.run_directory import schema
 
-    assert set(KINDS) == set(schema.KINDS)
+    assert KINDS == schema.KINDS
 
 
 def test_columns_are_those_that_rows_give():
-    from msprobe_megatron.probes.alerts.seen import Columns
-    from tests.alerts.steps import row, step
+    from msprobe_megatron.job.features.alerts.series import Columns
+    from tests.unit.job.features.alerts.steps import row, step
 
     assert {*NUMBERS, *TEXTS} == set(Columns(step(0, (row(), [1.0]))))

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from msprobe_megatron.config import Alert
-from msprobe_megatron.probes.alerts.history import Steps
-from msprobe_megatron.probes.alerts.rules import make_rule
-from msprobe_megatron.probes.alerts.seen import Columns, SeriesNumbers
-from tests.alerts.steps import Told, row, step
+from msprobe_megatron.job.features.alerts.rules import make_rule
+from msprobe_megatron.job.features.alerts.series import Columns, SeriesNumbers, Steps
+from tests.unit.job.features.alerts.steps import Told, row, step
 
 RANDOM = np.random.default_rng(3)
 
@@ -238,6 +237,40 @@ def test_custom():
     assert "norm 4, absmax 1, layer 2" in event["text"]
 
 
+_NOT_TENSORS = [
+    (row("host_bytes", kind="throughput"), [4e9]),
+    (row("tokens", kind="data", dtype="int64"), [4e9]),
+    (row("model", io="input", dtype="int64"), [4e9]),
+    (row("loss_scale", kind="loss"), [4e9]),
+]
+
+
+@pytest.mark.parametrize(
+    ("alert", "found"),
+    [
+        (Alert("limit", 1e9), None),
+        (Alert("limit", 1e9, names=("loss_scale",)), "loss_scale"),
+        (Alert("custom", expression="absmax > 1e9"), None),
+        (Alert("custom", expression="absmax > 1e9 and phase == 'forward'"), None),
+        (Alert("custom", expression="absmax > 1e9 and kind == 'throughput'"), "host_bytes"),
+        (Alert("custom", expression="absmax > 1e9", kinds=("throughput",)), "host_bytes"),
+        (Alert("custom", expression="absmax > 1e9", names=("loss_scale",)), "loss_scale"),
+        (Alert("custom", expression="absmax > 1e9 and dtype == 'int64'"), "model"),
+    ],
+    ids=str,
+)
+def test_memory_token_ids_and_settings_are_no_magnitudes(alert, found):
+    """A healthy job has gigabytes of memory and large token ids: only a rule that chooses them is told of them."""
+    events = Told(alert)(0, (row("decoder.layers.0"), [1.0]), *_NOT_TENSORS)
+    assert [event["name"] for event in events] == ([found] if found else [])
+
+
+@pytest.mark.parametrize("alert", [Alert("limit", 1e9), Alert("custom", expression="absmax > 1e9")], ids=str)
+def test_tensors_are_magnitudes(alert):
+    [event] = Told(alert)(0, *_NOT_TENSORS, (row("decoder.layers.0"), [5e9]), (row("comm", kind="comm"), [5e9]))
+    assert (event["name"], event["others"]) == ("decoder.layers.0", 1)
+
+
 def test_cooldown_is_of_the_series_and_of_the_rule():
     told = Told(Alert("limit", 1.0, cooldown=3), Alert("limit", 5.0, cooldown=0))
     fired = []
@@ -263,7 +296,7 @@ def test_a_fault_in_a_rule_switches_off_that_rule_alone(rule, monkeypatch):
     monkeypatch.setattr(watched, "judge", lambda step: 1 / 0)
     assert [event["rule"] for event in told(0, (row("a"), [9.0]))] == ["limit"]
     assert [event["rule"] for event in told(1, (row("a"), [9.0]))] == ["limit"]
-    assert told.faults == [f"alert {rule} is off after a fault: ZeroDivisionError: division by zero"]
+    assert told.faults == [f"alert {rule} is off after an internal error: ZeroDivisionError: division by zero"]
 
 
 def test_what_is_remembered_is_bounded():
@@ -277,3 +310,27 @@ def test_what_is_remembered_is_bounded():
     for number in range(100):
         told(number, (row("a"), noisy()), (row("b"), noisy()))
     assert told.alerts._histories[32]._levels._values.shape[0] <= 4
+
+
+def _loss(tokens, per_token, microbatch=0):
+    """A loss as Megatron reports it: [sum over tokens, tokens]."""
+    what = {"kind": "loss", "io": "output", "microbatch": microbatch}
+    return (row("lm loss", path="0", **what), [tokens * per_token]), (row("lm loss", path="1", **what), [float(tokens)])
+
+
+def test_a_loss_is_judged_per_token_whatever_the_masks_leave_of_a_batch():
+    """Sums of 40 to 4,000 tokens are no spike of the loss; 1.6 times the loss over the usual tokens is one."""
+    told = Told(Alert("spike", cooldown=0), Alert("limit", 5.0, kinds=("loss",), cooldown=0))
+    for number in range(20):
+        tokens = 4000 if number == 15 else 40 + 3 * (number % 5)
+        assert told(number, *_loss(tokens, 3.0 + 0.01 * (number % 3)), *_loss(tokens // 2, 3.0, microbatch=1)) == []
+    spike, limit = told(20, *_loss(48, 6.0), *_loss(48, 3.0, microbatch=1))
+    assert spike["value"] == pytest.approx(6.0) and limit["value"] == pytest.approx(6.0)
+    assert spike["text"].startswith("spike: lm loss per token (loss): root mean square 6 is 1.99 times the median 3.01")
+    assert (spike["path"], spike["microbatch"]) == ("0", 0)
+
+
+def test_a_microbatch_without_tokens_is_no_alert():
+    told = Told(Alert("spike", cooldown=0), Alert("vanish", cooldown=0), Alert("nonfinite", cooldown=0))
+    assert all(told(number, *_loss(40, 3.0)) == [] for number in range(12))
+    assert told(12, *_loss(0, 3.0)) == []

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from tests.compare.faults import around, named, weight
-from tests.compare.layouts import MORE
-from tests.distributed.layouts import LAYOUTS, flags_of
-from tests.forked import run_forked
+from tests.jobs.compare.faults import around, named, weight
+from tests.jobs.compare.layouts import MORE
+from tests.jobs.distributed.layouts import LAYOUTS, flags_of
+from tests.support.forked import run_forked
 
-CHECKS = "checks: {}\n"
+CHECKS = "checks: {every: 1}\n"
 STEPS = 6
 
 
@@ -98,7 +98,7 @@ def _other_rate(at: int, chunks: Any, optimizer: Any) -> None:
 
 def _bad_batch(at: int) -> None:
     """One microbatch of one step holds tokens that the model has never met."""
-    from msprobe_megatron.demo.data import Batches
+    from msprobe_megatron.lab.demo.data import Batches
 
     healthy = Batches.microbatch
 
@@ -192,16 +192,16 @@ BEFORE = {
 
 def _overlapping_shards(at: int, chunks: Any) -> None:
     """As if the optimizer of the second rank updated an element that is the first one's."""
-    from msprobe_megatron import checking
+    from msprobe_megatron.job.features.checks import feature
 
-    healthy = checking.owned
+    healthy = feature.owned
 
     def owned(optimizer: Any) -> Any:
         entries = healthy(optimizer)
         shifted = [entry._replace(part=(max(entry.part[0] - 1, 0), entry.part[1])) for entry in entries]
         return shifted if _rank("dp") == 1 else entries
 
-    checking.owned = owned
+    feature.owned = owned
 
 
 READY = {
@@ -216,8 +216,8 @@ READY = {
 
 def train(argv: list[str], fault: str, at: int) -> list[float]:
     """Train in this rank with a fault that begins at step `at`."""
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     Now.step = 0
     if fault in BEFORE:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from msprobe_megatron.record.events import read_events
-from tests.checks.jobs import job
+from msprobe_megatron.run_directory.directory import read_events
+from tests.unit.job.features.checks.jobs import job
 
 
 def replica_alerts(out):
@@ -80,7 +80,7 @@ def test_shards_of_the_optimizer_that_do_not_tile(tmp_path):
 
 
 def test_groups_that_are_not_wholly_selected_are_left_out(tmp_path):
-    out = job(tmp_path, "dp2", "flip_dp", probe="ranks: [0]\nchecks: {}\n")
+    out = job(tmp_path, "dp2", "flip_dp", probe="ranks: [0]\nchecks: {every: 1}\n")
     assert replica_alerts(out) == []
     assert any("not all selected" in event.get("text", "") for event in read_events(out))
 

@@ -1,19 +1,19 @@
 """Communication: results alike on all members, sums right, messages as sent; damage is named at its first step."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from torch import distributed
 
-from msprobe_megatron.bulletin import Bulletin
-from msprobe_megatron.collective_checks import Call, Exchanged
-from msprobe_megatron.exchanging_collectives import Communication, Figures
+from msprobe_megatron.job.features.checks.collectives import Call, CheckStats, Communication, Exchanged
+from msprobe_megatron.job.store import Bulletin, StoreChannel
 from msprobe_megatron.topology.groups import GroupFacts
-from tests.checks.jobs import job
-from tests.checks.test_checks import ledgers, replica_alerts
+from tests.unit.job.features.checks.jobs import job
+from tests.unit.job.features.checks.test_checks import ledgers, replica_alerts
 
-PROBE = "checks: {replicas: false, rng: false, optimizer: false, collectives: true}\n"
+PROBE = "checks: {replicas: false, rng: false, optimizer: false, collectives: true, every: 1}\n"
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,13 @@ def group(inputs, outputs, dtype="float32", mean=False, spread=False):
         counts = np.array([[np.isnan(x).sum(), 0, 0, 0] for x in tensors], np.int64)
         digests = np.array([abs(hash(x.tobytes())) for x in tensors], np.uint64)
         call = Call("all_reduce.0", 0, 1, len(tensors[0]), dtype, mean, spread)
-        members[rank] = (Exchanged({RANKS: [call]}, {}, {}), Figures(floats, counts, digests))
-    boards = {rank: Communication(Bulletin(store, "x", rank), rank, lambda *a: missed.append(a)) for rank in range(3)}
+        members[rank] = (Exchanged({RANKS: [call]}, {}, {}), CheckStats(floats, counts, digests))
+    boards = {
+        rank: Communication(
+            Bulletin(StoreChannel(Path("run"), "checks", store), rank), rank, lambda *a: missed.append(a)
+        )
+        for rank in range(3)
+    }
     for rank, (exchanged, figures) in members.items():
         boards[rank].post(0, exchanged, figures)
     for rank, (exchanged, figures) in members.items():
@@ -73,7 +78,7 @@ def test_a_right_sum_and_a_right_mean():
 def test_a_sum_without_one_rank():
     inputs = np.random.default_rng(0).standard_normal((3, 50))
     assert group(inputs, [inputs[0] + inputs[1]] * 3) == [
-        "the result of all_reduce.0 over tp is not the sum of what the ranks gave"
+        "the result of all_reduce.0 over tp is not the sum of the inputs of the ranks"
     ]
 
 
@@ -91,7 +96,7 @@ def test_a_result_that_is_cut_over_the_ranks():
     assert group(inputs, parts, spread=True) == []
     parts[1] = inputs[1, 17:34]
     assert group(inputs, parts, spread=True) == [
-        "the result of all_reduce.0 over tp is not the sum of what the ranks gave"
+        "the result of all_reduce.0 over tp is not the sum of the inputs of the ranks"
     ]
 
 

@@ -1,14 +1,9 @@
 """Comparing digests over a group: who tells, of what, and who is odd; messages that come late or never."""
 
-import threading
-import time
-
 import numpy as np
 import pytest
-from torch import distributed
 
-from msprobe_megatron.bulletin import RING, Bulletin, Missing
-from msprobe_megatron.probes.agreement import Disagreement, compare, folded, safe, same_own, untiled
+from msprobe_megatron.job.features.checks.digests import Disagreement, compare, folded, safe, same_own, untiled
 
 RANKS = (4, 5, 6, 7)
 
@@ -92,24 +87,3 @@ def test_states_that_each_should_have_for_itself():
 )
 def test_tiles(parts, said):
     assert untiled(parts, 8) == said
-
-
-def test_messages():
-    store = distributed.HashStore()
-    one, two = Bulletin(store, "x", 1), Bulletin(store, "x", 2)
-    one.post("tp", 3, b"three")
-    assert two.read("tp", 3, 1, time.monotonic()) == b"three"
-    with pytest.raises(Missing, match="rank 1 has not answered"):
-        two.read("tp", 4, 1, time.monotonic() + 0.01)
-    one.post("tp", 3 + RING, b"later")
-    with pytest.raises(Missing, match="gone on to 11"):
-        two.read("tp", 3, 1, time.monotonic() + 0.01)
-    threading.Timer(0.05, lambda: one.post("tp", 4, b"four")).start()
-    assert two.read("tp", 4, 1, time.monotonic() + 10) == b"four"
-    assert two.read_all("tp", 4, [1], time.monotonic()) == {1: b"four"}
-
-
-def test_nobody_is_waited_for_after_the_end():
-    board = Bulletin(distributed.HashStore(), "x", 1, stopped=lambda: True)
-    with pytest.raises(Missing):
-        board.read("tp", 0, 2, time.monotonic() + 1000)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from msprobe_megatron.record.events import read_events
-from tests.forked import run_forked
+from msprobe_megatron.run_directory.directory import read_events
+from tests.support.forked import run_forked
 
 
 def train(config: str, flip: bool) -> float:
@@ -33,7 +33,7 @@ def train(config: str, flip: bool) -> float:
 
 def job(root: Path, flip: bool) -> list[dict]:
     config = root / f"probe_{flip}.yaml"
-    config.write_text(f"output: {root / str(flip)}\nchecks: {{}}\n")
+    config.write_text(f"output: {root / str(flip)}\nchecks: {{every: 1}}\n")
     run_forked(2, train, str(config), flip)
     return [event for event in read_events(root / str(flip)) if event["event"] == "alert"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from msprobe_megatron import attach
-from msprobe_megatron.analyse.load import open_run
+from msprobe_megatron.analysis.load.run import open_run
 from msprobe_megatron.config import Overrides, from_document
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from msprobe_megatron import attach
-from msprobe_megatron.record.slots import SlotTable
-from tests.integrations.rows import faults, rows
-from tests.probes.pens import without_pen
+from msprobe_megatron.job.record.slots import SlotTable
+from tests.jobs.integrations.rows import faults, rows
+from tests.unit.job.features.dump.row_writers import without_row_writer
 
 
 def armed(folder, section, part):
@@ -19,13 +19,16 @@ def armed(folder, section, part):
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = attach(model, optimizer, folder / "probe.yaml")
-    return model, optimizer, session, next(one for one in session.parts.all if one.name == part)._probe
+    return model, optimizer, session, next(one for one in session.features.all if one.name == part)._probe
 
 
 class Tight(SlotTable):
-    """A table whose way to more room can be made slow."""
+    """A table of blocks of one slot, whose allocation of more can be made slow."""
 
     slow = None
+
+    def __init__(self, device, rows_per_block=1, **options):
+        super().__init__(device, 1, **options)
 
     def grow(self, slot):
         return self.more(slot) if self.slow is None else self.slow(slot)
@@ -45,7 +48,7 @@ class Tight(SlotTable):
 def test_a_measurement_that_ends_after_its_step(tmp_path, monkeypatch, section, part, compiled):
     if compiled:
         # Python runs inside the compiled row where a slot needs more room: here, with every one.
-        monkeypatch.setattr("msprobe_megatron.dumping.SlotTable", lambda *a, **k: Tight(*a, **k, rows_per_block=1))
+        monkeypatch.setattr("msprobe_megatron.job.features.dump.feature.SlotTable", Tight)
     model, optimizer, session, probe = armed(tmp_path, section, part)
     measured, step_over = threading.Event(), threading.Event()
 
@@ -64,13 +67,13 @@ def test_a_measurement_that_ends_after_its_step(tmp_path, monkeypatch, section, 
             return done
 
     if compiled:
-        if probe._pen is None:
+        if probe._row_writer is None:
             pytest.skip("no compiled look")
         probe._slots.slow = Slow(probe._slots.more)
     else:
         probe._measure = Slow(probe._measure)
         if part == "dump":
-            without_pen(probe)
+            without_row_writer(probe)
     thread = threading.Thread(target=model[0], args=(torch.ones(32, 64),))
     for step in range(2):
         model(torch.full((32, 64), 0.5)).sum().backward()

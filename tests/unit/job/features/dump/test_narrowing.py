@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from msprobe_megatron import attach
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.tensors import read_tensor
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.analysis.load.saved_tensors import read_tensor
 from msprobe_megatron.config import ConfigError, Overrides, from_document
-from msprobe_megatron.probes.narrowing import open_at_start
-from tests.probes import own_functions
-from tests.probes.own_functions import scaled  # bound by name, before anybody patches
+from msprobe_megatron.job.features.dump.narrowing import open_at_start
+from tests.unit.job.features.dump import own_functions
+from tests.unit.job.features.dump.own_functions import scaled
 
 
 class Layer(nn.Module):
@@ -153,11 +153,19 @@ def test_tensors_of_some_names_beside_the_statistics_of_all(tmp_path):
 def test_functions_of_ones_own_are_calls_under_their_names_and_keep_their_identity(tmp_path):
     before = scaled, own_functions.scaled, own_functions.Holder.twice
     record(
-        tmp_path, level="L1", functions=["tests.probes.own_functions:scaled", "tests.probes.own_functions:Holder.twice"]
+        tmp_path,
+        level="L1",
+        functions=[
+            "tests.unit.job.features.dump.own_functions:scaled",
+            "tests.unit.job.features.dump.own_functions:Holder.twice",
+        ],
     )
     assert (scaled, own_functions.scaled, own_functions.Holder.twice) == before
     found = set(rows(tmp_path, "name like '%own_functions%'", "kind, name, io, path"))
-    name, inner = "model/tests.probes.own_functions.scaled.0", "model/tests.probes.own_functions.Holder.twice.0"
+    name, inner = (
+        "model/tests.unit.job.features.dump.own_functions.scaled.0",
+        "model/tests.unit.job.features.dump.own_functions.Holder.twice.0",
+    )
     assert {(kind, name, "input", path) for kind in ("activation", "gradient") for path in ("0", "1")} <= found
     assert {("activation", inner, "output", ""), ("gradient", inner, "output", "")} <= found
     assert rows(tmp_path, "name = 'model/torch.Tensor.mul.0'")  # what they call is told too
@@ -167,8 +175,8 @@ def test_functions_of_ones_own_are_calls_under_their_names_and_keep_their_identi
     ("functions", "words"),
     [
         (["nowhere.at.all:f"], "cannot be imported"),
-        (["tests.probes.own_functions:scalled"], "has no scalled"),
-        (["tests.probes.own_functions:FACTOR"], "is a float, not a function"),
+        (["tests.unit.job.features.dump.own_functions:scalled"], "has no scalled"),
+        (["tests.unit.job.features.dump.own_functions:FACTOR"], "is a float, not a function"),
     ],
 )
 def test_functions_that_are_not_there_are_refused(tmp_path, functions, words):
@@ -178,7 +186,7 @@ def test_functions_that_are_not_there_are_refused(tmp_path, functions, words):
 
 
 def test_sites_of_own_functions_have_stacks(tmp_path):
-    record(tmp_path, level="L1", functions=["tests.probes.own_functions:scaled"])
+    record(tmp_path, level="L1", functions=["tests.unit.job.features.dump.own_functions:scaled"])
     sites = json.loads((tmp_path / "out/step_000000/rank_00000/sites.json").read_text())
     (site,) = [site for site in sites["apis"] if "own_functions.scaled" in site["name"]]
     assert "test_narrowing.py" in site["stack"][0]

@@ -5,15 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from msprobe_megatron import native
-from msprobe_megatron.clock import Clock
 from msprobe_megatron.config import DumpConfig
-from msprobe_megatron.probes.dump import DumpProbe
-from msprobe_megatron.record.slots import SlotTable
+from msprobe_megatron.job.clock import Clock
+from msprobe_megatron.job.features.dump.probe import DumpProbe
+from msprobe_megatron.job.measure import native
+from msprobe_megatron.job.record.slots import VIEW_BYTES, SlotTable
+from msprobe_megatron.job.sites.compiled import loader
 from msprobe_megatron.topology.coordinates import Coordinates
-from msprobe_megatron.topology.places import Place
-from msprobe_megatron.topology.shards import Cut, Dim, ShardSpec
-from tests.probes.pens import without_pen
+from msprobe_megatron.topology.shards import Cut, Dim, Place, ShardSpec
+from tests.unit.job.features.dump.row_writers import without_row_writer
 
 
 def place(name, extra=None):
@@ -26,9 +26,9 @@ def probe(compiled, **limits):
     clock = Clock()
     clock.start_step(3)
     made = DumpProbe(DumpConfig(), clock, SlotTable(torch.device("cpu"), **limits))
-    if made._pen is None:
-        pytest.skip(f"no compiled look: {native.why_no_look()}")
-    return made if compiled else without_pen(made)
+    if made._row_writer is None:
+        pytest.skip(f"no compiled look: {loader.why_not()}")
+    return made if compiled else without_row_writer(made)
 
 
 def sightings():
@@ -94,7 +94,7 @@ def test_figures_are_right():
 
 
 def test_no_room_is_no_row_and_counted_once():
-    one = probe(compiled=True, rows_per_block=1, limit_bytes=2 * 1400)
+    one = probe(compiled=True, rows_per_block=1, limit_bytes=2 * (9 * 8 + VIEW_BYTES))
     at = place("a")
     kept = [torch.full((2,), float(n)) for n in range(5)]
     for x in (*kept, *kept):
@@ -136,7 +136,7 @@ def test_nothing_is_written_on_a_page_that_is_closed():
     one = probe(compiled=True)
     at = place("a")
     one.see(at, torch.ones(2), 0, "forward")
-    one._pen.turn()
+    one._row_writer.new_page()
     one.see(at, torch.ones(3), 0, "forward")  # in Python, on the page that the probe has
     assert [row.layout.shape for row in one._page.rows] == [(2,), (3,)]
 
@@ -165,25 +165,27 @@ def test_places_of_a_deep_model_are_looked_up_in_its_first_step_alone():
         assert bool(looked_up) == (step == 0)
 
 
-@pytest.mark.parametrize("sketch", [0, 16])
-def test_digests_and_sketches_are_those_of_python(sketch):
-    """Under the numbers of the whole tensor, with place and strides as they come."""
+@pytest.mark.parametrize(("digest", "sketch"), [(True, 0), (True, 16), (False, 0)])
+def test_digests_and_sketches_are_those_of_python(digest, sketch):
+    """Under the numbers of the whole tensor, with place and strides as they come; integers always have a digest."""
     found = []
     for compiled in (True, False):
         native.load()
         clock = Clock()
         clock.start_step(0)
         table = SlotTable(torch.device("cpu"), digest=True, sketch=sketch)
-        one = DumpProbe(DumpConfig(digest=True, sketch=sketch), clock, table, Coordinates(tp=1, tp_size=2))
-        if one._pen is None:
-            pytest.skip(f"no compiled look: {native.why_no_look()}")
-        one = one if compiled else without_pen(one)
+        one = DumpProbe(DumpConfig(digest=digest, sketch=sketch), clock, table, Coordinates(tp=1, tp_size=2))
+        if one._row_writer is None:
+            pytest.skip(f"no compiled look: {loader.why_not()}")
+        one = one if compiled else without_row_writer(one)
         whole, cut = place("a", '{"bytes": 8}'), halved()
         for _ in range(2):
             for x in (
                 torch.arange(24.0).reshape(4, 6),
                 torch.arange(24.0).reshape(6, 4).t(),
                 torch.arange(24).view(4, 6),
+                torch.arange(24).view(6, 4).t(),
+                torch.arange(24).view(4, 6) > 3,
             ):
                 for at in (whole, cut, whole):
                     one.see(at, x, 0, "forward")
@@ -197,9 +199,12 @@ def test_digests_and_sketches_are_those_of_python(sketch):
                 ]
             )
     ours, theirs = found[:2], found[2:]
-    assert ours == theirs and len(ours[0]) == 10
+    assert ours == theirs and len(ours[0]) == 16
+    assert [row[3] != 0 for row in ours[0]] == [digest] * 6 + [True] * 9 + [digest]
     by_name = {(row[0], row[3]) for row in ours[0]}
-    assert len(by_name) == 7  # a shard's digest is not that of a whole tensor; the same elements have the same
+    assert len(by_name) == (
+        11 if digest else 8
+    )  # a shard's digest is not that of a whole tensor; the same elements have the same
 
 
 def halved():

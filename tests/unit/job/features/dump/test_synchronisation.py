@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from msprobe_megatron import attach
-from msprobe_megatron.bench.counts import WAITING, Counting
 from msprobe_megatron.config import Overrides, from_document
+from msprobe_megatron.lab.bench.tables.counts import WAITING, Counting
+from tests.unit.job.measure.kernels import as_on_a_device
 
 
 class Net(nn.Module):
@@ -30,12 +31,7 @@ def step(net, optimizer):
 @pytest.mark.parametrize("dump", [{"level": "L0"}, {"level": "mix", "digest": True, "sketch": 8}], ids=str)
 def test_at_most_one_synchronisation_a_step(tmp_path, monkeypatch, dump, kernel):
     if not kernel:
-        monkeypatch.setattr("msprobe_megatron.native.kernel", lambda: None)
-        # The path of an accelerator, on which nothing may be read back.
-        from msprobe_megatron.measure import stats
-        from msprobe_megatron.measure.generic import measure_generic
-
-        monkeypatch.setattr(stats, "measure_cpu", measure_generic)
+        as_on_a_device(monkeypatch)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with Counting() as plain:

@@ -8,8 +8,8 @@ from safetensors import safe_open
 from torch import nn
 
 from msprobe_megatron import attach
-from msprobe_megatron.analyse.load import RunError, open_run
-from msprobe_megatron.analyse.tensors import read_tensor
+from msprobe_megatron.analysis.load.run import RunError, open_run
+from msprobe_megatron.analysis.load.saved_tensors import read_tensor
 from msprobe_megatron.config import Overrides, from_document
 
 
@@ -97,7 +97,7 @@ def test_reading_one_tensor_reads_only_its_bytes(tmp_path):
 
 
 def test_large_steps_go_to_several_packs(tmp_path, monkeypatch):
-    monkeypatch.setattr("msprobe_megatron.dumping.PACK_BYTES", 1024)
+    monkeypatch.setattr("msprobe_megatron.job.features.dump.feature.PACK_BYTES", 1024)
     train(tmp_path / "run", {"task": "tensor", "list": ["first", "second"]})
     run = open_run(tmp_path / "run")
     files = sorted((tmp_path / "run/step_000000/rank_00000").glob("tensors*.safetensors"))
@@ -146,3 +146,21 @@ def test_hashes_of_the_bytes(tmp_path, digest, width):
     raw = kept[0, "output"].numpy().tobytes()
     want = hashlib.md5(raw).hexdigest() if digest == "md5" else f"{zlib.crc32(raw):08x}"
     assert json.loads(extra) == {digest: want} and len(want) == width
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_a_step_cut_short_has_a_file_only_if_something_ran_in_it(forward, tmp_path):
+    """The job exits inside its second step, as a signal handler does it: before the first call or after it."""
+    net, out = Net(), tmp_path / "out"
+    config = from_document({"dump": {"level": "L0"}, "steps": "all"}, "test", Overrides(output=str(out)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    session = attach(net, optimizer, config, step=0)
+    net(torch.randn(5, 8)).sum().backward()
+    optimizer.step()
+    session.schedule_begin("forward_backward_no_pipelining", 1)
+    if forward:
+        net(torch.randn(5, 8))
+    session.close()
+    steps = [folder.name for folder in sorted(out.glob("step_*"))]
+    assert steps == ["step_000000", "step_000001"][: 1 + forward]
+    assert open_run(out).dumped_steps == list(range(1 + forward))

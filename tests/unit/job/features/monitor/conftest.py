@@ -32,8 +32,8 @@ class Watched:
 
     def job(self, name: str):
         """The run directory and what every rank really held."""
-        from tests.forked import run_forked
-        from tests.monitor.ground_truth import train
+        from tests.support.forked import run_forked
+        from tests.unit.job.features.monitor.ground_truth import train
 
         if name not in self._jobs:
             world, flags = JOBS[name]

@@ -264,11 +264,11 @@ class Truth:
 
 def train(argv: list[str], stand_in: bool = False) -> dict[str, Any]:
     """One rank: train under the monitor and return what was really there."""
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     if stand_in:
-        from tests.monitor import stand_ins
+        from tests.unit.job.features.monitor import stand_ins
 
         stand_ins.install_fused_adam() if "--use-precision-aware-optimizer" in argv else stand_ins.install_muon()
     truth = Truth()

@@ -2,11 +2,11 @@
 
 import pytest
 
-from msprobe_megatron.record.events import read_events
-from tests.distributed.layouts import LAYOUTS, flags_of, train_and_keep
-from tests.distributed.test_bit_exact import same
-from tests.forked import run_forked
-from tests.monitor.conftest import EVERYTHING, rows_of
+from msprobe_megatron.run_directory.directory import read_events
+from tests.jobs.distributed.layouts import LAYOUTS, flags_of, train_and_keep
+from tests.jobs.distributed.test_bit_exact import same
+from tests.support.forked import run_forked
+from tests.unit.job.features.monitor.conftest import EVERYTHING, rows_of
 
 QUICK = ("tp2_sp", "pp2_vpp2", "dp2_distopt", "cp2", "ep2")
 SLOW = tuple(name for name in LAYOUTS if name not in QUICK)
@@ -17,7 +17,7 @@ def check(jobs, tmp_path, layout):
     config.write_text(EVERYTHING)
     argv = [*flags_of(layout, dropout=True), "--msprobe-config", str(config), "--msprobe-output", str(out)]
     watched = run_forked(LAYOUTS[layout].world, train_and_keep, argv)
-    assert [event["text"] for event in read_events(out) if event["event"] == "fault"] == [], "the kit was disarmed"
+    assert [event["text"] for event in read_events(out) if event["event"] == "fault"] == [], "the probe was disabled"
     plain = jobs.plain(layout)
     for rank, (left, right) in enumerate(zip(plain, watched, strict=True)):
         assert {row["step"] for row in rows_of(out, rank)} == {0, 1, 2}, "nothing to compare with"

@@ -6,9 +6,9 @@ from torch import nn
 
 from msprobe_megatron import attach
 from msprobe_megatron.config import ConfigError, Overrides, Target, TensorChoice, from_document, parse_steps
-from msprobe_megatron.monitoring import next_watched
-from msprobe_megatron.probes.targets import Targets
-from tests.monitor.conftest import rows_of
+from msprobe_megatron.job.features.monitor.feature import next_watched
+from msprobe_megatron.job.features.monitor.targets import Targets
+from tests.unit.job.features.monitor.conftest import rows_of
 
 
 class Pair(nn.Module):
@@ -180,7 +180,7 @@ def test_rows_of_a_step_that_failed_are_kept(tmp_path):
 
 
 def test_switched_off_and_on_while_the_job_runs(tmp_path):
-    from msprobe_megatron.config.orders import Order
+    from msprobe_megatron.config.control_orders import Order
 
     config = from_document({"monitor": {"collect_times": 2}}, "probe.yaml", Overrides(output=str(tmp_path / "out")))
     model = Model()
@@ -188,8 +188,8 @@ def test_switched_off_and_on_while_the_job_runs(tmp_path):
     with attach(model, optimizer, config, step=0) as session:
         for step in range(8):
             if step in (1, 4):
-                assert session.parts.obey(Order(monitor=step == 4))
-                session._next = session.parts.next_from(step)
+                assert session.features.obey(Order(monitor=step == 4))
+                session._next_step = session.features.next_from(step)
                 assert not model.pair._forward_hooks
             optimizer.zero_grad()
             model(torch.ones(2, 3)).sum().backward()

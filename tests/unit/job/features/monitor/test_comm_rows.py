@@ -11,8 +11,8 @@ from torch.distributed import all_reduce as reduced_by_another_name  # bound bef
 
 from msprobe_megatron import attach
 from msprobe_megatron.config import Overrides, from_document
-from tests.forked import run_forked
-from tests.monitor.conftest import rows_of
+from tests.support.forked import run_forked
+from tests.unit.job.features.monitor.conftest import rows_of
 
 RANKS = 2
 

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from msprobe_megatron import attach
-from msprobe_megatron.bench.counts import WAITING, Counting
 from msprobe_megatron.config import Overrides, from_document
-from tests.probes.test_synchronisation import Net, step
+from msprobe_megatron.lab.bench.tables.counts import WAITING, Counting
+from tests.unit.job.features.dump.test_synchronisation import Net, step
+from tests.unit.job.measure.kernels import as_on_a_device
 
 # Another look at the same memory is no launch.
 VIEWS = {"detach", "view", "slice", "select", "as_strided", "alias", "split", "unbind", "_reshape_alias", "t"}
@@ -29,13 +30,8 @@ def armed(net, optimizer, tmp_path, monitor, **more):
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])
 def test_no_synchronisation(tmp_path, monkeypatch, kernel):
     if not kernel:
-        monkeypatch.setattr("msprobe_megatron.native.kernel", lambda: None)
-        # The path of an accelerator, on which nothing may be read back.
-        from msprobe_megatron.measure import stats
-        from msprobe_megatron.measure.generic import measure_generic
-
-        monkeypatch.setattr(stats, "measure_cpu", measure_generic)
-        monkeypatch.setattr("msprobe_megatron.measure.many.reads_together", lambda measurer: True)
+        as_on_a_device(monkeypatch)
+        monkeypatch.setattr("msprobe_megatron.job.measure.many.reads_together", lambda measurer: True)
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1, foreach=False)
     step(net, optimizer)
@@ -52,8 +48,8 @@ def test_no_synchronisation(tmp_path, monkeypatch, kernel):
 
 def test_an_accelerator_is_given_few_operations(tmp_path, monkeypatch):
     """Gradients and moments of forty layers take as many as those of four."""
-    monkeypatch.setattr("msprobe_megatron.native.kernel", lambda: None)
-    monkeypatch.setattr("msprobe_megatron.measure.many.reads_together", lambda measurer: True)
+    monkeypatch.setattr("msprobe_megatron.job.measure.native.kernel", lambda: None)
+    monkeypatch.setattr("msprobe_megatron.job.measure.many.reads_together", lambda measurer: True)
 
     def operations(layers):
         net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(layers)])
@@ -112,7 +108,7 @@ def test_hooks_stay_between_watched_steps_and_are_gone_otherwise(tmp_path):
 
 def test_rows_of_like_steps_are_one_object(tmp_path):
     """What a watcher is given: the same list of rows as long as steps are alike, and another when they are not."""
-    from msprobe_megatron.record.watching import StepRows
+    from msprobe_megatron.job.record.monitor_files import StepRows
 
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -123,7 +119,7 @@ def test_rows_of_like_steps_are_one_object(tmp_path):
         def saw(self, rows):
             seen.append(rows)
 
-    session.parts.all[0]._job.watchers.append(Watcher())
+    session.features.all[0]._job.watchers.append(Watcher())
     for _ in range(3):
         step(net, optimizer)
     optimizer.zero_grad()
@@ -154,15 +150,15 @@ def test_memory_does_not_grow_with_steps(tmp_path):
     net = Big()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
     session = armed(net, optimizer, tmp_path, {})
-    probe = session.parts.all[0]._probe
+    probe = session.features.all[0]._probe
     sizes = []
     for _ in range(120):
         optimizer.zero_grad()
         net(torch.ones(2, 256)).sum().backward()
         optimizer.step()
-        session.parts.all[0]._hand_over()  # short steps go to the writer together
+        session.features.all[0]._hand_over()  # short steps go to the writer together
         session.writer.flush()
-        sizes.append(sum(f.floats.nbytes + f.counts.nbytes for _, steps in probe.file._runs for f in steps))
+        sizes.append(sum(f.floats.nbytes + f.counts.nbytes for steps in probe.file._runs for f in steps))
     session.close()
     assert max(sizes) < 1 << 20 and sizes[110] < sizes[90], "a full file is let go"
     assert len(list((tmp_path / "out/monitor/rank_00000").glob("*.parquet"))) == 2

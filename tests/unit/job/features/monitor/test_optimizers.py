@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from tests.forked import RankFailed, run_forked
-from tests.monitor.conftest import MOE, SHAPE, SHARDED, rows_of
-from tests.monitor.ground_truth import STEP, train
-from tests.monitor.test_values import check, key_of
+from tests.support.forked import RankFailed, run_forked
+from tests.unit.job.features.monitor.conftest import MOE, SHAPE, SHARDED, rows_of
+from tests.unit.job.features.monitor.ground_truth import STEP, train
+from tests.unit.job.features.monitor.test_values import check, key_of
 
 KINDS = ("grad_reduced", "grad_clipped", "optimizer_state", "update", "parameter")
 WATCHED = """
@@ -78,8 +78,8 @@ def test_values_in_other_layouts(tmp_path, name):
 
 
 def losses(argv):
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from tests.monitor import stand_ins
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from tests.unit.job.features.monitor import stand_ins
 
     stand_ins.install_fused_adam() if "--use-precision-aware-optimizer" in argv else stand_ins.install_muon()
     return run(argv).losses
@@ -100,7 +100,7 @@ def test_watching_changes_no_bit(tmp_path, name):
     ("flags", "missing"), [("--optimizer muon", "Emerging Optimizers"), (AWARE, "transformer_engine")]
 )
 def test_the_demo_says_what_is_missing(monkeypatch, flags, missing):
-    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
 
     for package in ("emerging_optimizers", "transformer_engine"):
         monkeypatch.setitem(sys.modules, package, None)

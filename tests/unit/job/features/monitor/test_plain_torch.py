@@ -7,8 +7,8 @@ from torch import nn
 
 from msprobe_megatron import attach
 from msprobe_megatron.config import Overrides, from_document
-from tests.forked import run_forked
-from tests.monitor.conftest import EVERYTHING, rows_of
+from tests.support.forked import run_forked
+from tests.unit.job.features.monitor.conftest import EVERYTHING, rows_of
 
 
 def net():

@@ -1,10 +1,10 @@
 """The settings of msprobe's published baseline, as they are printed there, on a job with as many layers."""
 
-from tests.config.test_config_msprobe_monitor import BASELINE
-from tests.forked import run_forked
-from tests.monitor.conftest import SHAPE, rows_of
-from tests.monitor.ground_truth import STEP, train
-from tests.monitor.test_values import check, key_of
+from tests.support.forked import run_forked
+from tests.unit.config.msprobe.test_monitor_json import BASELINE
+from tests.unit.job.features.monitor.conftest import SHAPE, rows_of
+from tests.unit.job.features.monitor.ground_truth import STEP, train
+from tests.unit.job.features.monitor.test_values import check, key_of
 
 SIDES = {("activation", "input"), ("activation", "output"), ("gradient", "input"), ("gradient", "output")}
 

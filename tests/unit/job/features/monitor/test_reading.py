@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from msprobe_megatron.analyse.load import RunError, open_run
-from msprobe_megatron.exchange.monitor_csv import COLUMNS, COLUMNS_BY_MICROBATCH
-from tests.monitor.conftest import rows_of
+from msprobe_megatron.analysis.load.run import RunError, open_run
+from msprobe_megatron.report.msprobe.monitor_csv import COLUMNS, COLUMNS_BY_MICROBATCH
+from tests.unit.job.features.monitor.conftest import rows_of
 
 
 def cli(*argv):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.view_ranks import disagreements
-from msprobe_megatron.analyse.view_table import open_view
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.analysis.page.table import open_view
+from msprobe_megatron.analysis.page.trends import disagreements
 
 
 @pytest.mark.parametrize("job", ["dp4", "ep2"])

@@ -9,15 +9,15 @@ import torch
 
 from msprobe_megatron import attach
 from msprobe_megatron.config import Overrides, from_document
-from tests.forked import run_forked
-from tests.monitor.conftest import SHAPE, rows_of
-from tests.monitor.ground_truth import figures
-from tests.probes.test_synchronisation import Net, step
+from tests.support.forked import run_forked
+from tests.unit.job.features.dump.test_synchronisation import Net, step
+from tests.unit.job.features.monitor.conftest import SHAPE, rows_of
+from tests.unit.job.features.monitor.ground_truth import figures
 
 
 def test_a_dump_of_the_same_steps(tmp_path):
     """Both see the same numbers, and the run keeps them apart."""
-    from msprobe_megatron.analyse.load import open_run
+    from msprobe_megatron.analysis.load.run import open_run
 
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
@@ -28,18 +28,18 @@ def test_a_dump_of_the_same_steps(tmp_path):
             step(net, optimizer)
     assert session.faults == []
     run = open_run(tmp_path / "out")
-    assert run.steps == [1] and run.problems == []
+    assert run.steps == [0, 1, 2] and sorted(run.dumped_steps) == [1] and run.problems == []
     columns = "kind, name, io, min, max, n_zero, numel"
     kinds = "kind in ('activation', 'gradient', 'grad_reduced')"
-    dumped = run.rows().filter(kinds).project(columns).fetchall()
+    dumped = run.rows(step=1).filter(kinds).project(columns).fetchall()
     seen = run.monitor_rows().filter(f"step = 1 and {kinds}").project(columns).fetchall()
     assert len(dumped) == 38 and sorted(dumped) == sorted(seen)
     assert run.monitor_rows().aggregate("count(distinct step)").fetchall() == [(3,)]
 
 
 def train_half(argv):
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     scales = []
     seen = []

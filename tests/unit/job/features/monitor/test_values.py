@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.monitor.conftest import JOBS, rows_of
-from tests.monitor.ground_truth import STEP
+from tests.unit.job.features.monitor.conftest import JOBS, rows_of
+from tests.unit.job.features.monitor.ground_truth import STEP
 
 OPTIMIZERS = {
     "tp2": {"FP32Optimizer"},

@@ -11,13 +11,21 @@ from torch.nn import functional as F
 
 from msprobe_megatron import attach
 from msprobe_megatron.config import Overrides, PerturbConfig, from_document
-from msprobe_megatron.measure import pair
-from msprobe_megatron.probes.perturb import checks, noise
-from msprobe_megatron.probes.perturb.figures import NAMES, PLACE, WIDTH
-from msprobe_megatron.probes.perturb.preheat import START, Preheat, Walk
-from msprobe_megatron.probes.perturb.rerun import Rerunner
-from msprobe_megatron.probes.perturb.safety import Guard, Refused, refusal
-from msprobe_megatron.probes.perturb.verdict import Examined, host_verdict, judge
+from msprobe_megatron.job.features.perturb.judge import checks
+from msprobe_megatron.job.features.perturb.judge.verdict import (
+    COLUMN,
+    NAMES,
+    START,
+    WIDTH,
+    Examined,
+    PreheatSchedule,
+    PreheatThresholds,
+    host_verdict,
+    judge,
+)
+from msprobe_megatron.job.features.perturb.run import changed_inputs
+from msprobe_megatron.job.features.perturb.run.rerun import Guard, Refused, Rerunner, refusal
+from msprobe_megatron.job.measure import pair
 
 MODES = ["improve_precision", "add_noise", "bit_noise", "change_value", "no_change", "to_cpu"]
 
@@ -58,7 +66,7 @@ def examined(tmp_path, function, inputs, section, steps=1, start=0, backward=Fal
 def line_of(**figures):
     line = np.full(WIDTH, np.nan)
     for name, value in figures.items():
-        line[PLACE[name]] = value
+        line[COLUMN[name]] = value
     return line
 
 
@@ -163,8 +171,8 @@ def test_7_nan_counts_and_hides_nothing():
     other = torch.tensor([1.0, 1.0, 2.0, 4.0])
     out = torch.full((WIDTH,), torch.nan, dtype=torch.float64)
     pair.compare(live, other, out, 1e-4)
-    assert out[PLACE["nan_apart"]] == 1
-    assert out[PLACE["flipped"]] == 1
+    assert out[COLUMN["nan_apart"]] == 1
+    assert out[COLUMN["flipped"]] == 1
     assert judge(seen("no_change", "msprobe"), out.numpy()).word == "nan"
 
 
@@ -199,7 +207,7 @@ def test_11_noise_moves_every_normal_element_by_one_unit(dtype):
     x = torch.randn(50, 40).to(dtype)
     x.view(-1)[:4] = torch.tensor([0.0, float("inf"), float("nan"), torch.finfo(dtype).smallest_normal / 4])
     state = torch.get_rng_state()
-    moved = noise.add_ulps(x, 1)
+    moved = changed_inputs.add_ulps(x, 1)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(x.view(-1)[:4].nan_to_num(9.0), moved.view(-1)[:4].nan_to_num(9.0))
     a, b = x.view(-1)[4:].double().numpy(), moved.view(-1)[4:].double().numpy()
@@ -212,10 +220,12 @@ def test_11_noise_moves_every_normal_element_by_one_unit(dtype):
 
 def test_11_a_shard_gets_its_part_of_the_noise_of_the_whole():
     whole = torch.randn(8, 12)
-    expected = noise.add_ulps(whole, 2)
+    expected = changed_inputs.add_ulps(whole, 2)
     for tp in range(2):
         numbering = ((12, ((0, 8, 0),)), (1, ((0, 6, 6 * tp),)))
-        part = noise.add_ulps(whole[:, 6 * tp : 6 * tp + 6].contiguous(), 2, ((12, ((0, 8, 0),)), numbering[1]))
+        part = changed_inputs.add_ulps(
+            whole[:, 6 * tp : 6 * tp + 6].contiguous(), 2, ((12, ((0, 8, 0),)), numbering[1])
+        )
         assert torch.equal(part, expected[:, 6 * tp : 6 * tp + 6])
 
 
@@ -223,24 +233,26 @@ def test_11_a_shard_gets_its_part_of_the_noise_of_the_whole():
 @pytest.mark.parametrize("piece", [1 << 19, 50])
 def test_11_in_pieces_too_and_beyond_the_table_of_signs(monkeypatch, piece, table):
     """Whole, cut over its wide dimension (as zig-zag too), and by pieces: an element moves the same way."""
-    monkeypatch.setattr(noise, "_TABLE", table)
-    noise._table.cache_clear()
+    monkeypatch.setattr(changed_inputs, "_TABLE", table)
+    changed_inputs._table.cache_clear()
     whole = torch.randn(3, 100)
-    expected = noise.add_ulps(whole, 1)
-    monkeypatch.setattr(noise, "_PIECE", piece)
-    assert torch.equal(noise.add_ulps(whole, 1), expected)
-    assert torch.equal(noise.add_ulps(whole.t().contiguous().t(), 1), expected)
+    expected = changed_inputs.add_ulps(whole, 1)
+    monkeypatch.setattr(changed_inputs, "_PIECE", piece)
+    assert torch.equal(changed_inputs.add_ulps(whole, 1), expected)
+    assert torch.equal(changed_inputs.add_ulps(whole.t().contiguous().t(), 1), expected)
     rows = (100, ((0, 3, 0),))
-    right = noise.add_ulps(whole[:, 50:], 1, (rows, (1, ((0, 50, 50),))))
+    right = changed_inputs.add_ulps(whole[:, 50:], 1, (rows, (1, ((0, 50, 50),))))
     assert torch.equal(right, expected[:, 50:])
     outer = torch.cat([whole[:, :25], whole[:, 75:]], 1)
-    moved = noise.add_ulps(outer, 1, (rows, (1, ((0, 25, 0), (25, 25, 75)))))
+    moved = changed_inputs.add_ulps(outer, 1, (rows, (1, ((0, 25, 0), (25, 25, 75)))))
     assert torch.equal(moved, torch.cat([expected[:, :25], expected[:, 75:]], 1))
     flat = whole.reshape(-1)
-    assert torch.equal(noise.add_ulps(flat[200:], 1, ((1, ((0, 100, 200),)),)), noise.add_ulps(flat, 1)[200:])
+    assert torch.equal(
+        changed_inputs.add_ulps(flat[200:], 1, ((1, ((0, 100, 200),)),)), changed_inputs.add_ulps(flat, 1)[200:]
+    )
     signs = (expected.view(torch.int32) - whole.view(torch.int32)).double()
     assert abs(signs.mean()) < 0.3 and abs((signs[:, 1:] * signs[:, :-1]).mean()) < 0.3
-    noise._table.cache_clear()
+    changed_inputs._table.cache_clear()
 
 
 def test_12_the_verdict_is_a_condition_number(tmp_path):
@@ -266,11 +278,11 @@ def test_14_a_bias_counts_on_both_sides():
 
 
 def test_15_the_walk_of_preheat_takes_every_call_once_whatever_the_first_step_is():
-    walk = Walk(steps=5, most=20)
+    walk = PreheatSchedule(steps=5, most=20)
     taken = []
     for _ in range(8):
         walk.begin()
-        taken.append([call for call in range(11) if walk.takes("torch.matmul")])
+        taken.append([call for call in range(11) if walk.chooses("torch.matmul")])
     assert taken[0] == []
     assert sorted(call for calls in taken for call in calls) == list(range(11))
     assert taken[5:] == [[], [], []]
@@ -278,11 +290,11 @@ def test_15_the_walk_of_preheat_takes_every_call_once_whatever_the_first_step_is
 
 def test_15_where_there_are_too_many_calls_the_walk_is_spread_over_all_of_them():
     """As many as `max_samples` allows, from the first layer to the last, none of them twice."""
-    walk, calls = Walk(steps=4, most=5), 100
+    walk, calls = PreheatSchedule(steps=4, most=5), 100
     taken = []
     for _ in range(6):
         walk.begin()
-        taken.append([call for call in range(calls) if walk.takes("torch.matmul")])
+        taken.append([call for call in range(calls) if walk.chooses("torch.matmul")])
     every = sorted(call for of_step in taken for call in of_step)
     assert [len(of_step) for of_step in taken] == [0, 5, 5, 5, 0, 0]
     assert len(set(every)) == 15
@@ -290,16 +302,16 @@ def test_15_where_there_are_too_many_calls_the_walk_is_spread_over_all_of_them()
 
 
 def test_15_thresholds_of_a_healthy_call_go_down_by_half():
-    preheat = Preheat()
+    preheat = PreheatThresholds()
     thresholds = []
     for step in range(6):
         one = seen(profile="msprobe", dtype="float16", step=step)
         thresholds.append(preheat.threshold(one))
-        preheat.saw(one, line_of(ratio=1.0001, cpu_abs=0.0, cpu_rel=0.0, cpu_balance=0.0))
+        preheat.add(one, line_of(ratio=1.0001, cpu_abs=0.0, cpu_rel=0.0, cpu_balance=0.0))
     assert thresholds == pytest.approx([START, 1.525, 1.2625, 1.13125, 1.065625, 1.0328125])
     bad = seen(profile="msprobe", dtype="float16", step=6)
     preheat.threshold(bad)
-    preheat.saw(bad, line_of(ratio=1.01, cpu_abs=1.0, cpu_rel=0.0, cpu_balance=0.0))
+    preheat.add(bad, line_of(ratio=1.01, cpu_abs=1.0, cpu_rel=0.0, cpu_balance=0.0))
     assert preheat.threshold(seen(profile="msprobe", dtype="float16", step=7)) == pytest.approx(1.01)
 
 
@@ -308,9 +320,9 @@ def test_15_preheat_learns_in_both_stages_and_in_a_resumed_run(tmp_path, stage):
     section = {"preheat": True, "preheat_steps": 4, "list": ["softmax"], "stage": stage}
     x = torch.randn(16, 16).half()
     _, rows, session = examined(tmp_path, lambda x: F.softmax(x, -1), x, section, 6, start=70, backward=True)
-    part = session.parts.all[0]
-    assert part._preheat.thresholds
-    assert all(1.002 <= value < START for value in part._preheat.thresholds.values())
+    part = session.features.all[0]
+    assert part._judge.preheat.thresholds
+    assert all(1.002 <= value < START for value in part._judge.preheat.thresholds.values())
     assert min(row["step"] for row in rows) == 71
 
 
@@ -337,7 +349,7 @@ def test_18_the_device_is_not_waited_for():
         if check in (checks.ULP["to_cpu"],):
             continue
         run = (lambda y: y, lambda a, k: torch.exp(*a))
-        case = checks.Case("torch.exp", "elementwise", (x,), {}, x.exp(), *run, 16, 1)
+        case = checks.CheckedCall("torch.exp", "elementwise", (x,), {}, x.exp(), *run, 16, 1)
         try:
             check(case, line)
         except NotImplementedError as error:  # to_cpu has to copy, which a meta tensor cannot

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.distributed.layouts import flags_of
-from tests.forked import run_forked
-from tests.perturb import faulty
-from tests.perturb.faulty import LAYER, Model, found, train
+from tests.jobs.distributed.layouts import flags_of
+from tests.support.forked import run_forked
+from tests.unit.job.features.perturb import faulty
+from tests.unit.job.features.perturb.faulty import LAYER, Model, found, train
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HERE = f"layers.{LAYER}"
@@ -97,7 +97,7 @@ def test_a_healthy_gpt_in_bf16_reports_nothing(tmp_path, stage):
 
 
 def _train_gpt(argv):
-    from msprobe_megatron.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
 
     return run(argv).losses
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.perturb.test_ancestor_defects import examined
+from tests.unit.job.features.perturb.test_ancestor_defects import examined
 
 MODES = ["improve_precision", "to_cpu"]
 
@@ -59,10 +59,9 @@ def test_a_sum_that_cancels_is_no_fault(tmp_path, mode, dtype):
 
 def test_its_error_is_held_against_its_terms():
     """The figure itself: 16 units of the size of the terms, their sum's rounding and the answer to the nudge."""
-    from msprobe_megatron.probes.perturb.checks import Case
-    from msprobe_megatron.probes.perturb.figures import PLACE, WIDTH
-    from msprobe_megatron.probes.perturb.gradient_reference import whole_gradient
-    from msprobe_megatron.probes.perturb.reference import nudge
+    from msprobe_megatron.job.features.perturb.judge.checks import CheckedCall, whole_gradient
+    from msprobe_megatron.job.features.perturb.judge.tolerance import nudge
+    from msprobe_megatron.job.features.perturb.judge.verdict import COLUMN, WIDTH
 
     torch.manual_seed(6)
     x, factor = torch.randn(32, 64), torch.rand(32, 1)
@@ -76,7 +75,7 @@ def test_its_error_is_held_against_its_terms():
             return torch.autograd.grad(left * right, right, gradient)[0]
 
     line = torch.full((WIDTH,), torch.nan, dtype=torch.float64)
-    case = Case("torch.mul", "elementwise", ((x, factor), {}, given), {}, live, lambda y: y, product, 16, 1)
+    case = CheckedCall("torch.mul", "elementwise", ((x, factor), {}, given), {}, live, lambda y: y, product, 16, 1)
     whole_gradient(1)(case, line)
 
     exact = (given.double().numpy() * x.double().numpy()).sum(-1)
@@ -85,7 +84,7 @@ def test_its_error_is_held_against_its_terms():
     answer = np.abs((moved[0] * moved[1]).sum(-1) - exact)
     allowed = (4 * 4 + 8) * 2.0**-23 * size + 4 * 8 * answer
     expected = (np.abs(live.double().numpy()[:, 0] - exact) / allowed).max()
-    assert float(line[PLACE["ref_over"]]) == pytest.approx(expected, rel=1e-6)
+    assert float(line[COLUMN["ref_over"]]) == pytest.approx(expected, rel=1e-6)
     assert case.terms == 64
 
 

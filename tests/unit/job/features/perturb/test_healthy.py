@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from msprobe_megatron.probes.perturb.gradient_reference import _terms
-from msprobe_megatron.probes.perturb.sampling import terms_of
-from tests.perturb.test_ancestor_defects import examined
+from msprobe_megatron.job.features.perturb.judge.checks import terms_of_gradient
+from msprobe_megatron.job.features.perturb.select.sampling import terms_of
+from tests.unit.job.features.perturb.test_ancestor_defects import examined
 
 EXACT = ["improve_precision", "to_cpu"]
 
@@ -120,14 +120,14 @@ def test_terms_of_products_and_of_their_gradients():
     x, w = torch.ones(5, 6, 16, 16), torch.ones(7, 6, 3, 3)
     y = F.conv2d(x, w)
     assert terms_of("gemm", (x, w, None), y, "torch.nn.functional.conv2d") == 6 * 3 * 3
-    assert _terms("gemm", 54, y, w) == 5 * 14 * 14
+    assert terms_of_gradient("gemm", 54, y, w) == 5 * 14 * 14
     turned = F.conv_transpose2d(y, w)
     assert terms_of("gemm", (y, w), turned, "torch.nn.functional.conv_transpose2d") == 7 * 3 * 3
     tokens, matrix = torch.ones(32, 2, 10), torch.ones(20, 10)
     y = F.linear(tokens, matrix)
     assert terms_of("gemm", (tokens, matrix), y, "torch.nn.functional.linear") == 10
-    assert _terms("gemm", 10, y, matrix) == 64
-    assert _terms("gemm", 10, y, tokens) == 20
+    assert terms_of_gradient("gemm", 10, y, matrix) == 64
+    assert terms_of_gradient("gemm", 10, y, tokens) == 20
 
 
 @pytest.mark.parametrize("profile", ["ulp", "msprobe"])

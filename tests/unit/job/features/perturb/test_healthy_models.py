@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.forked import run_forked
-from tests.perturb.faulty import found
+from tests.support.forked import run_forked
+from tests.unit.job.features.perturb.faulty import found
 
 _MODES = ("improve_precision", "add_noise", "bit_noise", "change_value", "no_change", "to_cpu")
 _VARIANTS = {
@@ -16,9 +16,9 @@ _VARIANTS = {
 def _train(name, out):
     from dataclasses import replace
 
-    from msprobe_megatron.bench.nets import NETS, measure_net
-    from msprobe_megatron.bench.turns import Workload, measure, silent
-    from msprobe_megatron.bench.workloads import workload_of
+    from msprobe_megatron.lab.bench.clockwork.turns import Workload, measure, silent
+    from msprobe_megatron.lab.bench.models.nets import NETS, measure_net
+    from msprobe_megatron.lab.bench.models.workloads import workload_of
 
     if name in NETS:
         return len(measure_net(Workload(name, "", 1, 2), _VARIANTS, out, silent))

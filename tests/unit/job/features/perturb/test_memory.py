@@ -4,15 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from msprobe_megatron import native
-from msprobe_megatron.measure import pair
-from msprobe_megatron.native import library
-from msprobe_megatron.probes.perturb import noise
-from msprobe_megatron.probes.perturb.checks import ULP, Case, as_msprobe
-from msprobe_megatron.probes.perturb.classes import class_of
-from msprobe_megatron.probes.perturb.figures import WIDTH
-from msprobe_megatron.probes.perturb.rerun import Rerunner
-from msprobe_megatron.probes.perturb.safety import Guard, Refused
+from msprobe_megatron.job.features.perturb.judge.checks import ULP, CheckedCall, as_msprobe
+from msprobe_megatron.job.features.perturb.judge.tolerance import class_of
+from msprobe_megatron.job.features.perturb.judge.verdict import WIDTH
+from msprobe_megatron.job.features.perturb.run import changed_inputs
+from msprobe_megatron.job.features.perturb.run.rerun import Guard, Refused, Rerunner
+from msprobe_megatron.job.measure import native, pair
+from msprobe_megatron.job.measure.native import library
 
 SIZE = 1 << 21
 BYTES = 4 * SIZE
@@ -35,13 +33,15 @@ def most_alive(work):
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
     native.load()
-    monkeypatch.setattr(noise, "_PIECE", 1 << 16)
+    monkeypatch.setattr(changed_inputs, "_PIECE", 1 << 16)
     # Without the compiled kernel a piece is held many times over, in 64 bits.
     monkeypatch.setattr(pair, "_PIECE", 1 << 14 if library.kernel() is None else 1 << 16)
 
 
 def case_of(api, function, x, *more):
-    return Case(api, class_of(api), (x, *more), {}, function(x, *more), lambda y: y, lambda a, k: function(*a), 16, 1)
+    return CheckedCall(
+        api, class_of(api), (x, *more), {}, function(x, *more), lambda y: y, lambda a, k: function(*a), 16, 1
+    )
 
 
 CHECKS = {

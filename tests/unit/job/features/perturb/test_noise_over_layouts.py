@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.distributed.layouts import LAYOUTS, flags_of
-from tests.forked import run_forked
+from tests.jobs.distributed.layouts import LAYOUTS, flags_of
+from tests.support.forked import run_forked
 
 _LAYER = "decoder.layers.0"
 _ATTENTION = f"{_LAYER}.self_attention"
@@ -16,11 +16,11 @@ _SAMPLES = 2
 
 def _train_and_keep_noise(argv):
     """By call: of the tensor that noise was added to, by how many units in the last place each element moved."""
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.probes.perturb import noise
-    from msprobe_megatron.probes.perturb.examiner import Examiner
+    from msprobe_megatron.job.features.perturb.examiner import CheckRunner
+    from msprobe_megatron.job.features.perturb.run import changed_inputs
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
 
-    kept, add_ulps, examine = {}, noise.add_ulps, Examiner.examine
+    kept, add_ulps, examine = {}, changed_inputs.add_ulps, CheckRunner.examine
     names = [""]
 
     def naming(self, case, name, *more, **others):
@@ -33,11 +33,11 @@ def _train_and_keep_noise(argv):
             kept.setdefault(names[-1], y.view(torch.int32) - x.contiguous().view(torch.int32))
         return y
 
-    noise.add_ulps, Examiner.examine = keeping, naming
+    changed_inputs.add_ulps, CheckRunner.examine = keeping, naming
     try:
         run(argv)
     finally:
-        noise.add_ulps, Examiner.examine = add_ulps, examine
+        changed_inputs.add_ulps, CheckRunner.examine = add_ulps, examine
     return kept
 
 

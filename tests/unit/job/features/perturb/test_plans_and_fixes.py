@@ -7,30 +7,29 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from msprobe_megatron.analyse.diagnose import diagnose
-from msprobe_megatron.analyse.load import open_run
+from msprobe_megatron.analysis.diagnose.diagnose import diagnose
+from msprobe_megatron.analysis.load.run import open_run
 from msprobe_megatron.cli import main
 from msprobe_megatron.config import ConfigError, Overrides, from_document
-from msprobe_megatron.exchange import free_benchmark
-from msprobe_megatron.probes.perturb.budget import Cost, Plan
-from msprobe_megatron.probes.perturb.fix import both, fixed
-from msprobe_megatron.probes.perturb.structure import Structure
-from tests.distributed.layouts import flags_of
-from tests.perturb import faulty
-from tests.perturb.faulty import LAYER, Model, found, train
-from tests.perturb.test_ancestor_defects import examined
+from msprobe_megatron.job.features.perturb.fix import both, fixed
+from msprobe_megatron.job.features.perturb.select.selecting import Cost, LayerConstants, Schedule
+from msprobe_megatron.report.msprobe import free_benchmark
+from tests.jobs.distributed.layouts import flags_of
+from tests.unit.job.features.perturb import faulty
+from tests.unit.job.features.perturb.faulty import LAYER, Model, found, train
+from tests.unit.job.features.perturb.test_ancestor_defects import examined
 
 FP32 = torch.float32
 
 
 def test_a_plan_takes_every_call_once_a_round_and_keeps_to_its_share():
     costs = {f"decoder.layers.{i}.mlp/torch.mul.{k}": Cost(1000.0, 2000.0) for i in range(8) for k in range(20)}
-    plan = Plan(costs, share=0.05)
-    taken = [name for ordinal in range(plan.rounds) for name in plan.chosen(ordinal)]
+    plan = Schedule(costs, share=0.05)
+    taken = [name for ordinal in range(plan.round_length) for name in plan.step(ordinal).calls]
     assert sorted(taken) == sorted(costs)
-    spent = sum(cost.examined for cost in costs.values()) / plan.rounds
+    spent = sum(cost.examined for cost in costs.values()) / plan.round_length
     assert spent <= plan.limit
-    assert plan.chosen(plan.rounds) == plan.chosen(0)
+    assert plan.step(plan.round_length).calls == plan.step(0).calls
 
 
 def test_ranks_of_a_group_choose_alike():
@@ -40,23 +39,23 @@ def test_ranks_of_a_group_choose_alike():
 
     def of_rank(first, tokens):
         name = "decoder.layers.0.mlp.experts.local_experts.{}.linear_fc1/torch.matmul.0"
-        return Plan({**common, **{name.format(first + k): Cost(tokens, tokens) for k in range(2)}}, 0.05)
+        return Schedule({**common, **{name.format(first + k): Cost(tokens, tokens) for k in range(2)}}, 0.05)
 
     left, right = of_rank(0, 10.0), of_rank(2, 99999.0)
-    assert left.rounds == right.rounds
-    for ordinal in range(left.rounds):
-        here, there = left.chosen(ordinal), right.chosen(ordinal)
+    assert left.round_length == right.round_length
+    for ordinal in range(left.round_length):
+        here, there = left.step(ordinal).calls, right.step(ordinal).calls
         assert here == {name.replace("experts.2.", "experts.0.").replace("experts.3.", "experts.1.") for name in there}
 
 
 def test_with_a_budget_all_calls_have_their_turn(tmp_path, monkeypatch):
-    from msprobe_megatron import perturb_targets
-    from msprobe_megatron.probes.perturb import budget
+    from msprobe_megatron.job.features.perturb import modules
+    from msprobe_megatron.job.features.perturb.select import selecting
 
     # As if examining were cheap, so that a round has few steps.
-    monkeypatch.setattr(budget, "_EXAMINED", 5.0)
-    monkeypatch.setattr(perturb_targets, "_EXAMINED", 5.0)
-    monkeypatch.setattr(perturb_targets, "_GUARDED", 0.0)
+    monkeypatch.setattr(selecting, "_EXAMINED", 5.0)
+    monkeypatch.setattr(modules, "_EXAMINED", 5.0)
+    monkeypatch.setattr(modules, "_GUARDED", 0.0)
     train(Model(FP32), {"budget": "50%"}, tmp_path / "some", steps=10)
     train(Model(FP32), {"budget": "all"}, tmp_path / "all", steps=2)
 
@@ -70,8 +69,8 @@ def test_with_a_budget_all_calls_have_their_turn(tmp_path, monkeypatch):
 
 
 def test_layers_and_microbatches_are_kept_to(tmp_path):
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from tests.forked import run_forked
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from tests.support.forked import run_forked
 
     section = "{modules: [linear_qkv, core_attention], layers: [1, 2], microbatches: [3]}"
     (tmp_path / "probe.yaml").write_text(f"strict: true\nsteps: [1]\nperturb: {section}\n")
@@ -135,12 +134,12 @@ def test_a_call_that_is_not_there_is_told(tmp_path):
 
 
 def test_constants_that_grow_with_depth_are_not_odd():
-    structure = Structure()
+    structure = LayerConstants()
     for layer in range(6):
         name = f"decoder.layers.{layer}.mlp/torch.Tensor.mul.{{}}"
-        structure.saw(name.format(0), "torch.Tensor.mul", (None, 0.1 * layer), {})
-        structure.saw(name.format(1), "torch.Tensor.mul", (None, 0.5 if layer != 4 else 0.25), {})
-    assert [odd.name for odd in structure.odd()] == ["decoder.layers.4.mlp/torch.Tensor.mul.1"]
+        structure.add(name.format(0), "torch.Tensor.mul", (None, 0.1 * layer), {})
+        structure.add(name.format(1), "torch.Tensor.mul", (None, 0.5 if layer != 4 else 0.25), {})
+    assert [odd.name for odd in structure.outliers()] == ["decoder.layers.4.mlp/torch.Tensor.mul.1"]
 
 
 def test_suspects_are_ranked_and_exported(tmp_path, capsys):
@@ -154,7 +153,8 @@ def test_suspects_are_ranked_and_exported(tmp_path, capsys):
     assert findings[1].where["name"] == f"layers.{LAYER}.norm"
     assert "perturb: {handler: fix, modules: [norm], layers: [2]}" in findings[1].next
     assert main(["diagnose", str(out)]) == 1
-    assert "units in the last place off" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "wrong: off by" in printed and "ulp, " in printed
     assert main(["export", str(out), "--format", "free_benchmark", "--out", str(tmp_path / "csv")]) == 0
     with open(tmp_path / "csv" / "step0" / "rank0" / "free_benchmark.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -169,20 +169,20 @@ def test_suspects_are_ranked_and_exported(tmp_path, capsys):
 def test_communication_is_left_alone_where_nothing_of_it_is_wanted(tmp_path):
     """Perturb keeps no figures of tensors that an exchange could outdate; a dump beside it does."""
     from msprobe_megatron import attach
-    from msprobe_megatron.sites.exchanges import WIRE
+    from msprobe_megatron.job.sites.comm.bus import COMM_BUS
 
     for more, listeners in (({}, 0), ({"dump": {"level": "L0"}}, 1)):
         document = {"strict": True, "perturb": {"budget": "all"}, **more}
         out = tmp_path / f"out{listeners}"
         model, seen = Model(FP32), []
-        model.layers[0].register_forward_hook(lambda *_: seen.append(len(WIRE._listeners)))  # noqa: B023
+        model.layers[0].register_forward_hook(lambda *_: seen.append(len(COMM_BUS._listeners)))  # noqa: B023
         session = attach(model, None, from_document(document, "test", Overrides(output=str(out))))
         model(torch.randn(4, 2, 32)).sum().backward()
         session.step()
         session.close()
         assert min(seen) >= listeners
         assert listeners or set(seen) == {0}
-        assert WIRE._listeners == ()
+        assert COMM_BUS._listeners == ()
 
 
 def test_a_clean_run_has_no_suspects(tmp_path, capsys):
@@ -193,7 +193,7 @@ def test_a_clean_run_has_no_suspects(tmp_path, capsys):
 
 
 def test_the_bench_has_the_names_of_the_table():
-    from msprobe_megatron.bench import perturb
+    from msprobe_megatron.lab.bench.tables import perturb
 
     names = {*perturb.EVERY_STEP, *perturb.SEED, *perturb.BUDGET}
     assert {target.partition(":")[2] for target in perturb.TARGETS} <= names

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from msprobe_megatron.probes.perturb.fix import fixed
-from msprobe_megatron.probes.perturb.module_fix import ModuleFix
-from tests.perturb.faulty import LAYER, Model, TwoPassNorm, train
+from msprobe_megatron.job.features.perturb.fix import ModuleFix, fixed
+from tests.unit.job.features.perturb.faulty import LAYER, Model, TwoPassNorm, train
 
 MODES = ["improve_precision", "to_cpu"]
 

@@ -5,9 +5,9 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from tests.distributed.layouts import LAYOUTS, flags_of, train_and_keep
-from tests.distributed.test_bit_exact import same
-from tests.forked import run_forked
+from tests.jobs.distributed.layouts import LAYOUTS, flags_of, train_and_keep
+from tests.jobs.distributed.test_bit_exact import same
+from tests.support.forked import run_forked
 
 KEPT = ("losses", "grad_norms", "gradients", "parameters", "optimizer", "rng")
 # layout, the perturb section. Dropout is on, so that a random number drawn once too often is seen.

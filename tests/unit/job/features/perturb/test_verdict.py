@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from msprobe_megatron.probes.perturb.figures import PLACE, WIDTH
-from msprobe_megatron.probes.perturb.verdict import Examined, judge
+from msprobe_megatron.job.features.perturb.judge.verdict import COLUMN, WIDTH, Examined, judge
 
 
 def examined(mode="add_noise"):
@@ -35,19 +34,19 @@ def line_of(**figures):
     line = np.full(WIDTH, np.nan)
     zeros = ("nan_apart", "inf_apart", "nan_live", "different", "max_ulp", "input_sum")
     for name, value in {**dict.fromkeys(zeros, 0.0), "elements": 4.0, **figures}.items():
-        line[PLACE[name]] = value
+        line[COLUMN[name]] = value
     return line
 
 
 def test_the_condition_number_is_that_of_the_norms():
     line = line_of(diff_squares=9.0, live_squares=4.0, dx_squares=0.25, x_squares=16.0)
-    assert judge(examined(), line).figures["kappa"] == pytest.approx((3 / 2) / (0.5 / 4))
+    assert judge(examined(), line).details["kappa"] == pytest.approx((3 / 2) / (0.5 / 4))
 
 
 def test_a_nudge_whose_square_is_hardly_a_number_still_has_a_size():
     line = line_of(diff_squares=1e-300, live_squares=1e280, dx_squares=1e-300, x_squares=1e280)
     found = judge(examined(), line)
-    assert found.figures["kappa"] == pytest.approx(1.0)
+    assert found.details["kappa"] == pytest.approx(1.0)
     assert found.word == "ok"
 
 
@@ -55,13 +54,13 @@ def test_a_nudge_whose_square_is_hardly_a_number_still_has_a_size():
 def test_inputs_without_a_size_are_no_fault(size):
     """A mask of -inf among the inputs, or nothing but zeros: no relative size of the nudge, so no condition number."""
     found = judge(examined(), line_of(diff_squares=9.0, live_squares=4.0, dx_squares=1.0, x_squares=size))
-    assert "kappa" not in found.figures
+    assert "kappa" not in found.details
     assert (found.word, found.severity) == ("ok", 0.0)
 
 
 def test_results_without_a_size_are_no_fault():
     found = judge(examined(), line_of(diff_squares=math.inf, live_squares=math.inf, dx_squares=1.0, x_squares=4.0))
-    assert "kappa" not in found.figures
+    assert "kappa" not in found.details
     assert found.word == "ok"
 
 
@@ -77,9 +76,9 @@ def word(line, mode="improve_precision", threshold=None, **changes):
 
 def test_further_from_the_exact_result_than_allowed_is_wrong_and_says_where():
     found = judge(examined("improve_precision"), line_of(ref_over=1.5, ref_where=3.0, where=1.0))
-    assert (found.word, found.severity, found.figures["where"]) == ("wrong", 1.5, 3.0)
+    assert (found.word, found.severity, found.details["where"]) == ("wrong", 1.5, 3.0)
     found = judge(examined("improve_precision"), line_of(ref_over=1.0, ref_where=3.0, where=1.0))
-    assert (found.word, found.severity, found.figures["where"]) == ("ok", 1.0, 1.0)
+    assert (found.word, found.severity, found.details["where"]) == ("ok", 1.0, 1.0)
 
 
 @pytest.mark.parametrize(

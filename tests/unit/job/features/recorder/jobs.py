@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.compare.faults import around, named
-from tests.distributed.layouts import LAYOUTS, flags_of
-from tests.forked import run_forked
+from tests.jobs.compare.faults import around, named
+from tests.jobs.distributed.layouts import LAYOUTS, flags_of
+from tests.support.forked import run_forked
 
 RECORDER = "recorder: {keep_steps: 4}\n"
 
@@ -19,8 +19,8 @@ def train(argv: list[str], fault: str, at: int, pause: float = 0.0) -> list[floa
     """Train in this rank; at step `at` (from 0) the fault happens; `pause` seconds between steps, as long ones have."""
     import faulthandler
 
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
     from msprobe_megatron.topology import coordinates
 
     steps: list[int] = [0]
@@ -78,8 +78,8 @@ def job(
 
 def hang(root: str, number: int) -> None:
     """Train in a process of its own that hangs when step 6 is over, and is sent a signal."""
-    from msprobe_megatron.demo.pretrain_gpt import run
-    from msprobe_megatron.demo.train import Callbacks
+    from msprobe_megatron.lab.demo.pretrain_gpt import run
+    from msprobe_megatron.lab.demo.train import Callbacks
 
     config = Path(root) / "probe.yaml"
     config.write_text(RECORDER)

@@ -8,7 +8,7 @@ import pytest
 
 PRELUDE = """
 import os, signal, sys, threading, time
-from msprobe_megatron.last_words import LAST_WORDS
+from msprobe_megatron.job.features.recorder.exit_hooks import EXIT_HOOKS
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, if the tests were started in the background
 def say(text):
     os.write(1, (text + "\\n").encode())
@@ -35,7 +35,7 @@ def run(code, send=None, timeout=20):
     return out.split("\n")[:-1], process.returncode
 
 
-ADD = "print(LAST_WORDS.add(listener, signals=True), file=sys.stderr); say('ready')\n"
+ADD = "print(EXIT_HOOKS.add(listener, signals=True), file=sys.stderr); say('ready')\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -77,13 +77,13 @@ def test_while_the_main_thread_is_in_c_code():
 
 
 def test_uncaught_exception_is_told_and_shown():
-    lines, code = run("LAST_WORDS.add(listener, signals=False)\nraise ValueError('x')")
+    lines, code = run("EXIT_HOOKS.add(listener, signals=False)\nraise ValueError('x')")
     assert (lines, code) == (["told exception ValueError"], 1)
 
 
 def test_handler_that_is_not_of_python_is_left_alone():
     code = (
-        "import faulthandler\nfaulthandler.register(signal.SIGUSR1)\nnotes = LAST_WORDS.add(listener, signals=True)\n"
+        "import faulthandler\nfaulthandler.register(signal.SIGUSR1)\nnotes = EXIT_HOOKS.add(listener, signals=True)\n"
     )
     lines, _ = run(code + "say(str(notes))\nos.kill(os.getpid(), signal.SIGUSR1)\ntime.sleep(0.3)\nsay('end')")
     assert "SIGUSR1 is not watched: other code than Python's handles it" in lines[0]
@@ -104,7 +104,7 @@ def test_forked_children_are_left_alone():
 def test_everything_is_put_back():
     code = (
         "hook, term, integer = sys.excepthook, signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)\n"
-        "r, w = os.pipe(); os.set_blocking(w, False); signal.set_wakeup_fd(w)\n" + ADD + "LAST_WORDS.remove(listener)\n"
+        "r, w = os.pipe(); os.set_blocking(w, False); signal.set_wakeup_fd(w)\n" + ADD + "EXIT_HOOKS.remove(listener)\n"
         "same = (sys.excepthook is hook, signal.getsignal(signal.SIGTERM) == term,"
         " signal.getsignal(signal.SIGINT) == integer, signal.set_wakeup_fd(-1) == w)\nsay(str(same))"
     )

@@ -6,12 +6,12 @@ import signal
 
 import pytest
 
-from msprobe_megatron.analyse.diagnose import diagnose
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.summary import summarise
-from msprobe_megatron.record.events import read_events
-from tests.forked import prepare
-from tests.recorder.jobs import hang, job
+from msprobe_megatron.analysis.diagnose.diagnose import diagnose
+from msprobe_megatron.analysis.diagnose.summary import summarise
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.run_directory.directory import read_events
+from tests.support.forked import prepare
+from tests.unit.job.features.recorder.jobs import hang, job
 
 
 def recorder_events(out):

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.record.events import read_events
-from msprobe_megatron.recorder_calls import Call, RecorderCalls
-from tests.recorder.jobs import job
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.job.features.recorder.peers import Call, PeerNotices
+from msprobe_megatron.run_directory.directory import read_events
+from tests.unit.job.features.recorder.jobs import job
 
 # Only ranks of the last stage see a loss.
 PROBE = """
@@ -19,6 +19,12 @@ recorder: {keep_steps: 3, on: [alert]}
 """
 
 
+def dumped(run, ranks):
+    """Steps of which each rank has a dump; the monitor's are of all steps."""
+    held = [(step, rank) for step, rank, _ in run.files if step in run.dumped_steps]
+    return {rank: [step for step, holder in held if holder == rank] for rank in ranks}
+
+
 @pytest.mark.parametrize("layout", ["pp2", "tp2_pp2"])
 def test_an_alert_of_one_stage_leaves_the_steps_of_all_ranks(tmp_path, layout):
     out = job(tmp_path, layout, probe=PROBE, steps=14, pause=0.05)
@@ -26,9 +32,9 @@ def test_an_alert_of_one_stage_leaves_the_steps_of_all_ranks(tmp_path, layout):
     ranks = set(range(2 if layout == "pp2" else 4))
     assert alerted and alerted < ranks, "every rank saw it by itself: the test shows nothing"
     run = open_run(out)
-    assert {rank: [step for step, holder, _ in run.files if holder == rank] for rank in ranks} == {
-        rank: [3, 4, 5] for rank in ranks
-    }
+    assert {
+        rank: [step for step, holder, _ in run.files if holder == rank and step in run.dumped_steps] for rank in ranks
+    } == {rank: [3, 4, 5] for rank in ranks}
     told = {event["rank"]: event["reason"] for event in read_events(out) if event["event"] == "recorder"}
     assert all(told[rank].startswith("alert custom on rank") for rank in ranks - alerted)
     for rank in ranks:
@@ -39,17 +45,17 @@ def test_an_alert_of_one_stage_leaves_the_steps_of_all_ranks(tmp_path, layout):
 def test_a_request_to_one_rank_is_one_to_all(tmp_path):
     out = job(tmp_path, "tp2", "signal to one", steps=14, pause=0.05)
     run = open_run(out)
-    assert {rank: [step for step, holder, _ in run.files if holder == rank] for rank in (0, 1)} == {
-        rank: [3, 4, 5, 6] for rank in (0, 1)
-    }
+    assert {
+        rank: [step for step, holder, _ in run.files if holder == rank and step in run.dumped_steps] for rank in (0, 1)
+    } == {rank: [3, 4, 5, 6] for rank in (0, 1)}
     told = {event["rank"]: event["reason"] for event in read_events(out) if event["event"] == "recorder"}
     assert told == {1: "signal SIGUSR1", 0: "signal SIGUSR1 on rank 1"}
 
 
 def test_calls_reach_the_others_once():
     store = HashStore()
-    first, second, third = (RecorderCalls(Path("run"), rank, store) for rank in range(3))
-    elsewhere = RecorderCalls(Path("another run"), 3, store)
+    first, second, third = (PeerNotices(Path("run"), rank, store) for rank in range(3))
+    elsewhere = PeerNotices(Path("another run"), 3, store)
     assert first.news() == []
     first.post(7, "alert spike")
     second.post(7, "alert spike")  # the same step: said already
@@ -62,8 +68,8 @@ def test_calls_reach_the_others_once():
 
 def test_calls_of_a_session_before_are_not_heard():
     store = HashStore()
-    RecorderCalls(Path("run"), 0, store).post(7, "alert spike")
-    again = [RecorderCalls(Path("run"), rank, store) for rank in range(2)]
+    PeerNotices(Path("run"), 0, store).post(7, "alert spike")
+    again = [PeerNotices(Path("run"), rank, store) for rank in range(2)]
     assert again[1].news() == []
     again[0].post(7, "alert spike")
     assert again[1].news() == [Call(7, 0, "alert spike")]
@@ -77,6 +83,6 @@ def test_a_store_that_is_gone_is_no_fault_of_the_job():
         def check(self, keys):
             raise ConnectionError("the store has closed")
 
-    calls = RecorderCalls(Path("run"), 0, Gone())
+    calls = PeerNotices(Path("run"), 0, Gone())
     assert calls.news() == [] and calls.fault == "ConnectionError: the store has closed"
     calls.post(3, "nobody hears it")

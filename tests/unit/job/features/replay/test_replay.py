@@ -5,13 +5,13 @@ from itertools import count
 
 import pytest
 
-from msprobe_megatron.analyse.compare import compare
-from msprobe_megatron.analyse.load import open_run
-from msprobe_megatron.analyse.recorded_inputs import RecordedInputs
-from tests.compare.faults import train
-from tests.compare.layouts import MORE, Runs
-from tests.distributed.layouts import LAYOUTS, flags_of
-from tests.forked import RankFailed, run_forked
+from msprobe_megatron.analysis.compare.compare import compare
+from msprobe_megatron.analysis.load.run import open_run
+from msprobe_megatron.job.features.replay.recorded_inputs import RecordedInputs
+from tests.jobs.compare.faults import train
+from tests.jobs.compare.layouts import MORE, Runs
+from tests.jobs.distributed.layouts import LAYOUTS, flags_of
+from tests.support.forked import RankFailed, run_forked
 
 _LAYERS = r"/layers\.\d+$/"
 
@@ -123,7 +123,7 @@ def test_tensors_inside_of_arguments_are_replaced_under_the_paths_of_a_dump():
 
     import torch
 
-    from msprobe_megatron.sites.arguments import find_tensors, with_other_tensors
+    from msprobe_megatron.job.sites.calls.arguments import find_tensors, with_other_tensors
 
     class Pair(NamedTuple):
         left: torch.Tensor

@@ -1,16 +1,17 @@
 """The kernel's way into a process: built once, private, refused when others could have written it, never needed."""
 
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from msprobe_megatron.native import build
-from msprobe_megatron.native.build import BuildError, built
-from msprobe_megatron.native.levels import levels
-from msprobe_megatron.native.library import open_library
+from msprobe_megatron.job.measure.native import build
+from msprobe_megatron.job.measure.native.build import BuildError, built
+from msprobe_megatron.job.measure.native.levels import levels
+from msprobe_megatron.job.measure.native.library import open_library
 
 needs_compiler = pytest.mark.skipif(
     not any(build.shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no compiler"
@@ -39,9 +40,9 @@ def test_built_once_private_and_found_again(cache, monkeypatch):
 def test_a_job_that_has_to_build_says_so_once(tmp_path):
     """In processes of their own: the first builds both libraries, the second finds them."""
     code = (
-        "from msprobe_megatron import native\n"
-        "native.load(tell=lambda text: print('told', text)); native.load_look()\n"
-        "print(native.kernel() is not None, native.look() is not None, native.why_no_look())"
+        "from msprobe_megatron.job.measure import native; from msprobe_megatron.job.sites.compiled import loader\n"
+        "native.load(tell=lambda text: print('told', text)); loader.load()\n"
+        "print(native.kernel() is not None, loader.module() is not None, loader.why_not())"
     )
     env = {**os.environ, "MSPROBE_CACHE": str(tmp_path / "cache"), "MSPROBE_NATIVE": "1"}
     first, second = (
@@ -54,11 +55,16 @@ def test_a_job_that_has_to_build_says_so_once(tmp_path):
 
 
 @needs_compiler
-def test_another_source_is_another_library(cache, monkeypatch, tmp_path):
+@pytest.mark.parametrize("part", sorted(path.name for path in build.SOURCE.parent.iterdir()))
+def test_another_source_is_another_library(cache, monkeypatch, tmp_path, part):
+    """Whichever file of the kernel changes: a library of a part that the fingerprint leaves out would be used stale."""
+    monkeypatch.setattr(build, "_compile", lambda compiler, level, path, *_: path.touch(0o700))
     path = built(PLAIN, 60.0)
-    changed = tmp_path / "kernel.cpp"
-    changed.write_bytes(build.SOURCE.read_bytes() + b"// changed\n")
-    monkeypatch.setattr(build, "SOURCE", changed)
+    changed = tmp_path / "kernel"
+    shutil.copytree(build.SOURCE.parent, changed)
+    with open(changed / part, "ab") as file:
+        file.write(b"// changed\n")
+    monkeypatch.setattr(build, "SOURCE", changed / build.SOURCE.name)
     assert built(PLAIN, 60.0) != path
 
 
@@ -109,9 +115,9 @@ def test_without_a_kernel_the_torch_twin_measures(setting, reason):
     """In a process of its own, because the attempt is made once a process."""
     code = """
 import torch
-from msprobe_megatron import native
-from msprobe_megatron.measure.measurer import Measurer
-from msprobe_megatron.record.slots import SlotTable
+from msprobe_megatron.job.measure import native
+from msprobe_megatron.job.measure.measurer import Measurer
+from msprobe_megatron.job.record.slots import SlotTable
 assert native.load() is None
 table = SlotTable(torch.device("cpu"), digest=True)
 measurer = Measurer(table, digest=True)

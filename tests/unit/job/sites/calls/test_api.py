@@ -6,13 +6,13 @@ import torch.nn.functional as F
 from torch import nn, relu
 from torch.utils.checkpoint import checkpoint
 
-from msprobe_megatron import native
-from msprobe_megatron.clock import Clock
-from msprobe_megatron.sites import compiled_calls
-from msprobe_megatron.sites.api import ApiSite
-from msprobe_megatron.sites.api_names import name_of
-from msprobe_megatron.sites.frames import ModuleFrames
-from tests.sites.functions import Double
+from msprobe_megatron.job.clock import Clock
+from msprobe_megatron.job.measure import native
+from msprobe_megatron.job.sites.calls.api import ApiSite
+from msprobe_megatron.job.sites.calls.arguments import GENERATOR_STATE
+from msprobe_megatron.job.sites.calls.naming import ModuleFrames, name_of
+from msprobe_megatron.job.sites.compiled import bindings, loader
+from tests.unit.job.sites.functions import Double
 
 
 class Seen:
@@ -42,9 +42,9 @@ def faulty(error, where):
 def watch(request, monkeypatch):
     native.load()
     if request.param == "python":
-        monkeypatch.setattr(compiled_calls.native, "look", lambda: None)
-    elif native.load_look() is None:
-        pytest.skip(f"no compiled calls: {native.why_no_look()}")
+        monkeypatch.setattr(bindings.loader, "module", lambda: None)
+    elif loader.load() is None:
+        pytest.skip(f"no compiled calls: {loader.why_not()}")
     sites = []
 
     def start(module, preset="all", sink=None):
@@ -89,10 +89,40 @@ def test_every_way_to_call_is_seen_and_named(watch):
         "model/torch.nn.functional.silu.0",
         "model/torch.Tensor.mean.0",
         "model/torch.Tensor.mul.0",
-        "model/tests.sites.functions.Double.0",
+        "model/tests.unit.job.sites.functions.Double.0",
     }
     paths = {key[2:4] for key in sink.rows if "split" in key[1]}
     assert paths == {("input", "0"), ("output", "0"), ("output", "1")}
+
+
+def test_arguments_that_are_not_read_have_no_rows(watch):
+    sink, site = watch(nn.Module())
+    memory, x = torch.full((2, 2), float("nan")), torch.ones(2, 2)
+    torch.addmm(memory, x, x, beta=0)
+    torch.addmm(memory, x, x, beta=0.5)
+    torch.Tensor.addmv_(memory[0], x, x[0], beta=0.0)
+    torch.max(x, dim=0, out=(memory[0].clone(), torch.empty(2, dtype=torch.int64)))
+    memory.copy_(x)
+    rows = {(name.partition("/")[2], path) for kind, name, io, path, _ in sink.rows if io == "input"}
+    read = {row for row in rows if "getitem" not in row[0] and "clone" not in row[0]}
+    assert read == {
+        ("torch.addmm.0", "1"),
+        ("torch.addmm.0", "2"),
+        ("torch.addmm.1", "0"),
+        ("torch.addmm.1", "1"),
+        ("torch.addmm.1", "2"),
+        ("torch.Tensor.addmv_.0", "1"),
+        ("torch.Tensor.addmv_.0", "2"),
+        ("torch.max.0", "0"),
+        ("torch.Tensor.copy_.0", "1"),
+    }
+    unread = {line["class"]: line["unread"] for line in site.structure if "unread" in line}
+    assert unread == {
+        "torch.addmm": ["0"],
+        "torch.Tensor.addmv_": ["0"],
+        "torch.max": ["out"],
+        "torch.Tensor.copy_": ["0"],
+    }
 
 
 def test_gradients_of_inputs_and_outputs_are_those_of_autograd(watch):
@@ -293,6 +323,77 @@ def test_what_a_call_takes_from_elsewhere_is_not_walked_into(watch):
     torch.testing.assert_close(x.grad, 14 * x.detach())
 
 
+def test_recomputed_calls_are_seen_under_a_mode_of_the_training_code(watch):
+    """As `with torch.device(…)` in a forward is one: it must not be taken for the mode of the kit."""
+    block, x = Block(), torch.randn(4, 4, requires_grad=True)
+    sink, _ = watch(block)
+
+    def forward(x):
+        with torch.overrides.BaseTorchFunctionMode():
+            return block(x)
+
+    checkpoint(forward, x, use_reentrant=False).backward()
+    phases = {key[4] for key in sink.rows if key[1] == "model/torch.relu.0"}
+    assert phases == {"forward", "recompute", "backward"}
+
+
+class Guarded(nn.Module):
+    """Compares states of the generator, as Megatron does around a region with random numbers of its own."""
+
+    def forward(self, x):
+        state = torch.get_rng_state()
+        assert state.numel() == GENERATOR_STATE
+        assert torch.all(state == torch.get_rng_state())
+        return x.eq(torch.zeros(7, dtype=torch.uint8))
+
+
+def test_states_of_the_host_generator_are_no_activations(watch):
+    block = Guarded()
+    sink, _ = watch(block)
+    block(torch.zeros(7, dtype=torch.uint8))
+    assert {key[1] for key in sink.rows} == {"model/torch.Tensor.eq.0"}
+
+
+def keeper(file):
+    """A function of a file of this name that copies and compares the state of a device's generator."""
+    space = {"torch": torch}
+    text = "def keep(state):\n    kept = state.clone()\n    return bool(torch.all(kept == state))\n"
+    exec(compile(text, file, "exec"), space)  # a fixed text, under the name of the file
+    return space["keep"]
+
+
+class Keeping(nn.Module):
+    def __init__(self, file):
+        super().__init__()
+        self.keep = keeper(file)
+
+    def forward(self, x):
+        # The size of a state of CUDA's generator: seed and offset.
+        assert self.keep(torch.arange(16, dtype=torch.uint8))
+        return x + 1
+
+
+@pytest.mark.parametrize(
+    ("file", "kept"),
+    [
+        ("/site-packages/torch/cuda/random.py", True),
+        ("/site-packages/torch_npu/npu/random.py", True),
+        ("/megatron/core/tensor_parallel/random.py", True),
+        ("/model/tokens.py", False),
+        ("/model/not_random.py", False),
+    ],
+)
+def test_states_of_a_device_are_told_by_who_handles_them(watch, file, kept):
+    """Whatever their size; the same bytes in a model's own file are what it computes with."""
+    block = Keeping(file)
+    sink, _ = watch(block)
+    block(torch.ones(2))
+    seen = {key[1] for key in sink.rows}
+    assert "model/torch.Tensor.add.0" in seen or "model/torch.Tensor.__add__.0" in seen, seen
+    assert any("clone" in name for name in seen) is not kept, seen
+    assert any("all" in name for name in seen) is not kept, seen
+
+
 def test_operators_of_a_namespace_are_seen(watch):
     library = torch.library.Library("msprobe_test", "DEF")
     library.define("twice(Tensor x) -> Tensor")
@@ -303,16 +404,14 @@ def test_operators_of_a_namespace_are_seen(watch):
 
 
 def test_a_fault_at_the_entry_of_compiled_code_leaves_it_running(monkeypatch):
-    from msprobe_megatron.sites import compiled_regions, mode_stack
+    from msprobe_megatron.job.sites.calls import mode_stack
 
     compile_ = getattr(torch.compile, "__wrapped__", torch.compile)
     function = compile_(lambda x: F.silu(x) * x, backend="eager")
     x = torch.randn(4)
     want = function(x)
     faults = []
-    regions = compiled_regions.CompiledRegions(
-        torch.overrides.BaseTorchFunctionMode(), lambda *fault: faults.append(fault)
-    )
+    regions = mode_stack.CompiledRegions(torch.overrides.BaseTorchFunctionMode(), lambda *fault: faults.append(fault))
     regions.install()
 
     def broken(mode):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from msprobe_megatron.sites.arguments import find_tensors, results
+from msprobe_megatron.job.sites.calls.arguments import find_tensors, results
 
 X, Y = torch.ones(2), torch.zeros(3)
 Pair = namedtuple("Pair", "left right")

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import all_reduce, batch_isend_irecv
 
-from msprobe_megatron.clock import Clock
-from msprobe_megatron.sites.comm import CommSite, MemoryWatch
-from msprobe_megatron.sites.exchanges import WIRE
+from msprobe_megatron.job.clock import Clock
+from msprobe_megatron.job.sites.comm.bus import COMM_BUS
+from msprobe_megatron.job.sites.comm.collectives import CommSite, MemoryWatch
 from msprobe_megatron.topology.coordinates import Coordinates
-from tests.forked import run_forked
+from tests.support.forked import run_forked
 
 _KEPT = ("all_reduce", "isend", "irecv", "send", "all_gather_into_tensor", "batch_isend_irecv", "P2POp")
 _EARLY = {"base": dist._all_gather_base}  # bound at import, under another name, as Megatron does
@@ -179,6 +179,6 @@ def test_arguments_that_cannot_be_read_are_a_fault_of_the_kit_and_not_of_the_cal
     def read(group, args):
         raise TypeError("new arguments")
 
-    assert WIRE.begin(read, None, ()) is None
+    assert COMM_BUS.begin(read, None, ()) is None
     site.remove()
     assert faults == [("new arguments", "arguments of a collective")]

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from msprobe_megatron import native
-from msprobe_megatron.clock import Clock, Moment
-from msprobe_megatron.sites import api, compiled_calls
-from msprobe_megatron.sites.api import ApiSite
-from msprobe_megatron.sites.frames import ModuleFrames
-from tests.sites.api_scenarios import (
+from msprobe_megatron.job.clock import Clock, Moment
+from msprobe_megatron.job.measure import native
+from msprobe_megatron.job.sites.calls import api
+from msprobe_megatron.job.sites.calls.api import ApiSite
+from msprobe_megatron.job.sites.calls.naming import ModuleFrames
+from msprobe_megatron.job.sites.compiled import bindings, loader
+from tests.unit.job.sites.api_scenarios import (
     SCENARIOS,
     Net,
     by_keyword,
@@ -30,7 +31,7 @@ from tests.sites.api_scenarios import (
     tuples,
     used_twice,
 )
-from tests.sites.functions import Double
+from tests.unit.job.sites.functions import Double
 
 
 @dataclass
@@ -61,8 +62,8 @@ class Sink:
 @pytest.fixture
 def watched(monkeypatch):
     native.load()
-    if native.load_look() is None:
-        pytest.skip(f"no compiled calls: {native.why_no_look()}")
+    if loader.load() is None:
+        pytest.skip(f"no compiled calls: {loader.why_not()}")
     open_sites = []
 
     def make(model, sink, clock, compiled, preset="all", fault=None):
@@ -71,7 +72,7 @@ def watched(monkeypatch):
         frames = ModuleFrames([model], clock, fault)
         with monkeypatch.context() as patch:
             if not compiled:
-                patch.setattr(compiled_calls.native, "look", lambda: None)
+                patch.setattr(bindings.loader, "module", lambda: None)
             site = ApiSite(frames, sink, clock, fault, preset, True, 0)
         assert (site._compiled is not None) == compiled
         open_sites.append((site, frames))
@@ -205,7 +206,7 @@ def test_usual_calls_are_not_left_to_python(watched, monkeypatch):
     for scenario in (in_place, by_keyword, lists, tuples, used_twice, functions, repeated):
         theirs = told(watched, False, scenario)
         with monkeypatch.context() as patch:
-            for name in ("_before", "_after", "_watch_gradients", "_hook"):
+            for name in ("_before", "_after", "_await_gradients", "_hook"):
                 patch.setattr(ApiSite, name, never)
             patch.setattr(api._Mode, "__torch_function__", never)
             same(told(watched, True, scenario), theirs)
@@ -247,7 +248,7 @@ def test_a_backward_that_torch_compiles_takes_hooks_of_python(watched):
             site.install()
             assert site._state.traced == traced
             loss = model(torch.ones(4, 4, requires_grad=True)).sum()
-            hooks.append(sum(type(one) is api._Arrived and one[0] is site for one in gc.get_objects()))
+            hooks.append(sum(type(one) is api._NodeHook and one[0] is site for one in gc.get_objects()))
         site.remove()
         frames.remove()
         del loss

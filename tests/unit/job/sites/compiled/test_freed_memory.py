@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from msprobe_megatron import native
-from msprobe_megatron.measure.looks import looks
-from msprobe_megatron.measure.measurer import Measurer
-from msprobe_megatron.measure.once import SeenTensors
-from msprobe_megatron.record.slots import SlotTable
+from msprobe_megatron.job.measure import native
+from msprobe_megatron.job.measure.measurer import Measurer
+from msprobe_megatron.job.measure.once import SeenTensors
+from msprobe_megatron.job.record.slots import SlotTable
+from msprobe_megatron.job.sites.compiled import loader
+from msprobe_megatron.job.sites.compiled.bindings import tensor_caches
 
 LARGE, SMALL = 1 << 18, 16  # floats
 
@@ -32,9 +33,9 @@ def seen(request):
         return Python()
     native.load()
     table = SlotTable(torch.device("cpu"))
-    new = looks(Measurer(table), table)
+    new = tensor_caches(Measurer(table), table)
     if new is None:
-        pytest.skip(f"no compiled look: {native.why_no_look()}")
+        pytest.skip(f"no compiled look: {loader.why_not()}")
     return new()
 
 

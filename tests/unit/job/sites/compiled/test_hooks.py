@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from msprobe_megatron import native
-from msprobe_megatron.clock import Clock, Moment
-from msprobe_megatron.sites.compiled_hooks import may_hold_tensors
-from msprobe_megatron.sites.modules import ModuleSite
+from msprobe_megatron.job.clock import Clock, Moment
+from msprobe_megatron.job.measure import native
+from msprobe_megatron.job.sites.compiled import loader
+from msprobe_megatron.job.sites.compiled.bindings import may_hold_tensors
+from msprobe_megatron.job.sites.module.modules import ModuleSite
 from msprobe_megatron.topology.coordinates import Coordinates
 
 
@@ -69,6 +70,27 @@ class Holder(nn.Module):
         return Both(x * 1, x * 2)
 
 
+class Leaves(nn.Module):
+    """Leaves its bias to the caller, as Megatron's layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.bias = nn.Linear(4, 4, bias=False), nn.Parameter(torch.arange(4.0))
+
+    def forward(self, x):
+        return self.linear(x), self.bias
+
+
+class Adds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.leaves = Leaves()
+
+    def forward(self, x):
+        y, bias = self.leaves(x)
+        return y + bias
+
+
 class Sink:
     """Notes what it is told of; may have something against a place."""
 
@@ -90,8 +112,8 @@ class Sink:
 
 def watched(model, sink, clock, compiled, fault=None, stacks=True):
     native.load()
-    if native.load_look() is None:
-        pytest.skip(f"no compiled hooks: {native.why_no_look()}")
+    if loader.load() is None:
+        pytest.skip(f"no compiled hooks: {loader.why_not()}")
     faults = []
     site = ModuleSite([model], sink, clock, Coordinates(), fault or (lambda e, what: faults.append((e, what))), stacks)
     assert site._watch is not None
@@ -154,6 +176,27 @@ def test_sides_that_nobody_wants_are_left_out(sides):
     for direction, io in sides:
         kind = kinds[direction, "activation" if direction == "forward" else "gradient"]
         assert not [row for row in ours if (row[0], row[2]) == (kind, io)]
+
+
+def test_a_bias_left_to_the_caller_is_an_output():
+    ours = told(True, 0, build=Adds)[0]
+    assert ours == told(False, 0, build=Adds)[0]
+    biases = [row for row in ours if (row[1], row[2], row[3]) == ("leaves", "output", "1")]
+    # Of every microbatch of three steps; its gradient is that of the weight, not of the output.
+    assert [(row[0], row[-1]) for row in biases] == [("activation", 6.0)] * 6
+
+
+def test_a_site_may_leave_biases_out():
+    model, sink = Adds(), Sink()
+    for compiled in (True, False):
+        site = ModuleSite([model], sink, Clock(), Coordinates(), lambda e, what: None, biases=False)
+        if not compiled:
+            site._watch = None
+        site.install()
+        model(torch.ones(3, 4))
+        site.remove()
+    assert sink.seen
+    assert not [row for row in sink.seen if row[3] == "1"]
 
 
 def test_containers_are_looked_into_by_python():

@@ -5,37 +5,37 @@ from pathlib import Path
 
 import pytest
 
-from msprobe_megatron import native
-from msprobe_megatron.native import looking
+from msprobe_megatron.job.measure import native
+from msprobe_megatron.job.sites.compiled import loader
 
 
 @pytest.fixture
 def afresh(monkeypatch):
     native.load()
-    for name, value in (("asked", False), ("module", None), ("reason", "not asked for")):
-        monkeypatch.setattr(looking._State, name, value)
+    for name, value in (("attempted", False), ("module", None), ("reason", "not requested")):
+        monkeypatch.setattr(loader._State, name, value)
 
 
 def test_without_headers_there_is_none_and_the_reason_is_told(afresh, monkeypatch, tmp_path):
-    monkeypatch.setattr(looking.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert native.load_look() is None and native.look() is None
-    assert native.why_no_look() in (f"{tmp_path}: no Python.h", "no kernel to look with")
+    monkeypatch.setattr(loader.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert loader.load() is None and loader.module() is None
+    assert loader.why_not() in (f"{tmp_path}: no Python.h", "no compiled kernel")
 
 
 def test_forbidden_with_the_kernel(afresh, monkeypatch):
     monkeypatch.setenv("MSPROBE_NATIVE", "0")
-    assert native.load_look() is None and native.why_no_look() == "no kernel to look with"
+    assert loader.load() is None and loader.why_not() == "no compiled kernel"
 
 
 def test_one_that_answers_wrongly_is_not_used(afresh, monkeypatch):
-    monkeypatch.setattr(looking, "_tells_the_truth", lambda module: False)
-    assert native.load_look() is None and native.why_no_look()
+    monkeypatch.setattr(loader, "_passes_self_test", lambda module: False)
+    assert loader.load() is None and loader.why_not()
 
 
 def test_another_torch_is_another_library(monkeypatch):
-    before = looking._recipe()
+    before = loader._recipe()
     monkeypatch.setattr("torch.__version__", "9.9.9")
-    assert looking._recipe().flags != before.flags
+    assert loader._recipe().flags != before.flags
 
 
 def test_where_there_is_a_compiler_and_headers_there_is_one(afresh):
@@ -43,4 +43,4 @@ def test_where_there_is_a_compiler_and_headers_there_is_one(afresh):
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if native.kernel() is None or not headers.is_file():
         pytest.skip(f"{native.why_not()} {headers}")
-    assert native.load_look() is not None, native.why_no_look()
+    assert loader.load() is not None, loader.why_not()

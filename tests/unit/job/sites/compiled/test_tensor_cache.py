@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from msprobe_megatron import native
-from msprobe_megatron.measure.looks import NO_ROOM, NOT_MINE, looks
-from msprobe_megatron.measure.measurer import Measurer
-from msprobe_megatron.measure.once import SeenTensors
-from msprobe_megatron.record.slots import SlotTable
+from msprobe_megatron.job.measure import native
+from msprobe_megatron.job.measure.measurer import Measurer
+from msprobe_megatron.job.measure.once import SeenTensors
+from msprobe_megatron.job.record.slots import VIEW_BYTES, SlotTable
+from msprobe_megatron.job.sites.compiled import loader
+from msprobe_megatron.job.sites.compiled.bindings import NO_ROOM, UNSUPPORTED, tensor_caches
 
 INF, NAN = float("inf"), float("nan")
 
@@ -21,9 +22,9 @@ class Pair:
     def __init__(self, **limits):
         native.load()
         self.table = SlotTable(torch.device("cpu"), **limits)
-        new = looks(Measurer(self.table), self.table)
+        new = tensor_caches(Measurer(self.table), self.table)
         if new is None:
-            pytest.skip(f"no compiled look: {native.why_no_look()}")
+            pytest.skip(f"no compiled look: {loader.why_not()}")
         self.look, self.seen = new(), SeenTensors()
         self.twin = SlotTable(torch.device("cpu"))
         self.measure = Measurer(self.twin)
@@ -148,15 +149,15 @@ def not_for_the_look():
 def test_what_is_not_plain_is_left_to_the_twin():
     pair = Pair()
     for x in not_for_the_look():
-        assert pair.look.see(x) == NOT_MINE
+        assert pair.look.see(x) == UNSUPPORTED
     seen = []
     torch.func.vmap(lambda x: (seen.append(pair.look.see(x)), x)[1])(torch.ones(3, 2))
     torch.func.grad(lambda x: (seen.append(pair.look.see(x)), x.sum())[1])(torch.ones(3))
-    assert seen == [NOT_MINE] * 2 and len(pair.look) == 0 and pair.look.see("no tensor") == NOT_MINE
+    assert seen == [UNSUPPORTED] * 2 and len(pair.look) == 0 and pair.look.see("no tensor") == UNSUPPORTED
 
 
 def test_no_room():
-    pair = Pair(rows_per_block=1, limit_bytes=2 * 1400)
+    pair = Pair(rows_per_block=1, limit_bytes=2 * (9 * 8 + VIEW_BYTES))
     kept = [torch.full((2,), float(n)) for n in range(4)]
     slots = [pair.look.see(x) for x in kept]
     assert slots[-1] == NO_ROOM and slots[0] == 0 and pair.table.dropped == slots.count(NO_ROOM)

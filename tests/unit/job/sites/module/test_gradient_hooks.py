@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from msprobe_megatron.clock import Moment
-from msprobe_megatron.sites.arriving import Arriving, await_gradient
-from tests.sites.functions import Double
+from msprobe_megatron.job.clock import Moment
+from msprobe_megatron.job.sites.module.hooks import GradientHook, await_gradient
+from tests.unit.job.sites.functions import Double
 
 NOW = Moment(0, 0)
 
@@ -19,7 +19,7 @@ def test_every_place_is_told_in_order_and_once(make):
     see = seen_by(seen)
     for place in "abc":
         await_gradient(y, see, place, NOW)
-    assert sum(isinstance(hook, Arriving) for hook in y._backward_hooks.values()) == 1
+    assert sum(isinstance(hook, GradientHook) for hook in y._backward_hooks.values()) == 1
     y.register_hook(theirs.append)
     (y * y).sum().backward()
     assert [place for place, _ in seen] == list("abc")

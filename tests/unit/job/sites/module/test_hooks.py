@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from msprobe_megatron.sites.module_hooks import ModuleHooks
+from msprobe_megatron.job.sites.module.hooks import ModuleHooks
 
 
 class Net(nn.Module):

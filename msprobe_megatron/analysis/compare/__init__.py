@@ -1,0 +1,1 @@
+"""Comparing two runs: match rows, merge shards, judge, order by cause."""

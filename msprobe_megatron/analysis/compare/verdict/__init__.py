@@ -1,0 +1,1 @@
+"""From differences to a verdict: tolerances, causal order, causes, hints."""

@@ -1,0 +1,1 @@
+"""One run alone: where non-finite values come from, anomalies, suspects, summary."""

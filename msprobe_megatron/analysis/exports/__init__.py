@@ -1,0 +1,1 @@
+"""Rows, graphs and trends for other programs."""

@@ -1,0 +1,1 @@
+"""Opening run directories: validated rows, monitor files, saved tensors, live runs."""

@@ -1,0 +1,1 @@
+"""The data of the HTML page, one file per part of it."""

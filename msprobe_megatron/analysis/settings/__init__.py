@@ -1,0 +1,1 @@
+"""How two jobs were configured: environment, arguments, launch scripts."""

@@ -1,0 +1,1 @@
+"""``msprobe_megatron.analyse``: reading a run from Python; lives in `msprobe_megatron.analysis`."""

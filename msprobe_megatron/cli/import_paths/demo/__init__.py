@@ -1,0 +1,1 @@
+"""``msprobe_megatron.demo``: the demo job lives in `msprobe_megatron.lab.demo`."""

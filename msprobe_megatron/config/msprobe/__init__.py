@@ -1,0 +1,1 @@
+"""msprobe's own configuration files and debugger arguments, translated into a probe file."""

@@ -1,0 +1,1 @@
+"""Alerts: rules that judge the statistics of the monitor in the writer thread, one step late."""

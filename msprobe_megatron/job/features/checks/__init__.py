@@ -1,0 +1,1 @@
+"""Section `checks`: replicas and collectives compared by digest while the job runs."""

@@ -1,0 +1,1 @@
+"""Section `dump`: every tensor of the requested steps as a row."""

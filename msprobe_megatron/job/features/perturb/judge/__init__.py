@@ -1,0 +1,1 @@
+"""What the difference between two runs of an operator means."""

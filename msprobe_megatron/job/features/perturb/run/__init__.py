@@ -1,0 +1,1 @@
+"""Running an operator again: exactly, with noise, or as its high-precision twin."""

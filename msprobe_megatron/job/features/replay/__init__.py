@@ -1,0 +1,1 @@
+"""Section `replay`: recorded inputs fed to a model again."""

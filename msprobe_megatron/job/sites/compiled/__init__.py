@@ -1,0 +1,1 @@
+"""The same hooks compiled: C++ sources, their loader, and the Python side of each."""

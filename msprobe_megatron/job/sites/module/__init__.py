@@ -1,0 +1,1 @@
+"""Hooks on modules: inputs, outputs and their gradients."""

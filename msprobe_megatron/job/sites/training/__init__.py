@@ -1,0 +1,1 @@
+"""The training loop: gradients, optimizer steps and states, losses, metrics, progress, checkpoints."""

@@ -1,0 +1,1 @@
+"""How a bench measures: interleaved turns, paired steps, processes, memory, the machine."""

@@ -1,0 +1,1 @@
+"""What is measured: models, layouts, synthetic run directories."""

@@ -1,0 +1,1 @@
+"""One file per table that `msprobe-megatron bench` prints."""

@@ -1,4 +1,0 @@
-"""Runs untouched launch recipes under the kit: re-routes their launcher, applies an overlay, keeps the exit code.
-
-Nothing here runs inside a training process; the scripts in ``scripts/`` are its users.
-"""

@@ -1,0 +1,1 @@
+"""Foreign file formats written without their libraries: PNG, TensorBoard events."""

@@ -1,0 +1,1 @@
+"""How the tensors of a module, a parameter, a gradient buffer or an optimizer state are sharded."""
