@@ -22,6 +22,7 @@ from msprobe_megatron.topology.host.constants import module_constants
 from msprobe_megatron.topology.host.effective import effective_settings
 from msprobe_megatron.topology.layers import layer_of
 from msprobe_megatron.topology.shards_of.activations import ChunkLayout
+from msprobe_megatron.topology.shards_of.declared import unanswered
 
 FORMAT = 1
 
@@ -99,6 +100,7 @@ def rank_facts(
         "chunks": chunk_facts(chunks),
         "own": own,
         "constants": module_constants(chunks),
+        "undeclared": unanswered(),
         "closed": closed,
         "ledger": ledger,
     }

@@ -23,6 +23,16 @@ _Table = dict[int, tuple["weakref.ref[torch.Tensor]", ShardSpec]]
 _TABLES: weakref.WeakKeyDictionary[nn.Module, _Table] = weakref.WeakKeyDictionary()
 _ASKED: weakref.WeakKeyDictionary[nn.Module, dict[int, weakref.ref[torch.Tensor]]] = weakref.WeakKeyDictionary()
 """Tensors that a model held when it was asked."""
+_UNANSWERED: dict[str, str] = {}
+"""Classes whose ``sharded_state_dict`` raised, and what it raised; their children were asked instead."""
+
+
+def unanswered() -> dict[str, str]:
+    """Classes of the host that could not declare their shards, with the error of each.
+
+    Their children were asked one by one, and what those do not declare comes from attributes and class tables.
+    """
+    return dict(_UNANSWERED)
 
 
 def declared_spec(parameter: torch.Tensor, model: nn.Module | None) -> ShardSpec | None:
@@ -88,8 +98,8 @@ def _ask(module: nn.Module) -> dict[str, Any]:
         arguments = {"metadata": _metadata()} if "metadata" in inspect.signature(ask).parameters else {}
         try:
             return dict(ask(**arguments))
-        except Exception:  # noqa: BLE001, S110 (a module of the host that cannot say is asked part by part)
-            pass
+        except Exception as error:  # noqa: BLE001 (a module of the host that cannot say is asked part by part)
+            _UNANSWERED[type(module).__name__] = f"{type(error).__name__}: {error}"[:200]
     found: dict[str, Any] = {}
     for name, child in module.named_children():
         found.update({f"{name}.{key}": value for key, value in _ask(child).items()})
