@@ -155,8 +155,13 @@ import megatron.training") >>"$log" 2>&1; then
     complain "it cannot be imported: $(tail -n 1 "$log") (all of it: $log)"
     exit 1
 fi
-overlay=$name/llama2_7b
-recipe=$(cd -- "$host" && ls examples/llama2/pretrain_llama2_7b_ptd.sh examples/mcore/llama2/pretrain_llama2_7b_ptd.sh 2>/dev/null | head -n 1)
-say "ready. A rehearsal:"
+if [ "$name" = modellink ]; then
+    overlay=modellink/llama2_7b recipe=examples/llama2/pretrain_llama2_7b_ptd.sh
+else
+    overlay=mindspeed_llm/qwen3_8b recipe=examples/mcore/qwen3/pretrain_qwen3_8b_4K_ptd.sh
+fi
+# Recipes move between releases; `overlays` names the others.
+[ -e "$host/$recipe" ] || recipe=RECIPE
+say "ready. A rehearsal (other overlays: msprobe-megatron overlays):"
 printf '\n    source %q\n    cd %q\n    msprobe-megatron launch --rehearse --overlay %s -- %s\n' \
-    "$environment/bin/activate" "$host" "$overlay" "${recipe:-RECIPE}"
+    "$environment/bin/activate" "$host" "$overlay" "$recipe"

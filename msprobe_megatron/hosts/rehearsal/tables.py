@@ -104,13 +104,13 @@ CONTEXT_PARALLEL = (
 TO_INSTALL: Mapping[str, Mapping[str, str]] = {
     "modellink": {
         "megatron": "git checkout core_r0.6.0 in Megatron-LM, then cp -r megatron {folder}/ (its examples/README.md)",
-        "mindspeed": "git checkout 4ea42a23 in MindSpeed, pip install -r requirements.txt, pip install -e ."
-        " (its examples/README.md)",
+        "mindspeed": "git checkout 4ea42a23 in MindSpeed, then there: pip install 'setuptools<81' wheel 'numpy<2',"
+        " pip install -r requirements.txt, pip install --no-build-isolation -e . (its setup.py starts pip)",
     },
     "mindspeed_llm": {
         "megatron": "git checkout core_v0.12.1 in Megatron-LM, then cp -r megatron {folder}/"
         " (its docs/pytorch/install_guide.md)",
-        "mindspeed": "pip install -r requirements.txt, pip install -e . in the MindSpeed of the same release"
-        " (its docs/pytorch/install_guide.md)",
+        "mindspeed": "in the MindSpeed of the same release: pip install 'setuptools<81' wheel 'numpy<2',"
+        " pip install -r requirements.txt, pip install --no-build-isolation -e . (its setup.py starts pip)",
     },
 }

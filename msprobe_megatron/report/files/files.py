@@ -13,6 +13,13 @@ class OutputError(Exception):
     """A file that cannot be written; the text says which and why."""
 
 
+def _umask() -> int:
+    """The umask of the process; reports are for sharing, and a temporary file is private whatever it says."""
+    mask = os.umask(0o077)  # the only way to read it is to set it
+    os.umask(mask)
+    return mask
+
+
 def write_whole(path: str | Path, content: bytes) -> int:
     """Write `content` under a temporary name beside `path`, then rename; returns the number of bytes."""
     return write_chunks(path, [content])
@@ -35,6 +42,7 @@ def write_chunks(path: str | Path, chunks: Iterable[bytes], *, make_folder: bool
             for chunk in chunks:
                 size += file.write(chunk)
             file.flush()
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except OSError as error:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from msprobe_megatron.job.measure.native.build import cache_directory
+
 DOCUMENT = Path(__file__).parents[3] / "docs" / "walkthroughs.md"
 _BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.S)
 _EXIT = re.compile(r"\s+# exit (\d+)$")
@@ -39,7 +41,10 @@ def commands(body):
 def environment(folder):
     # The commands a user has: those of this environment, whether it is active or not.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HOME": str(folder), "COLUMNS": "100"}
+    # A home of its own, but the compiled parts of this user: building them anew takes longer than the walk.
+    cache = os.environ.get("MSPROBE_CACHE", str(cache_directory()))
+    fixed = {"PATH": path, "OMP_NUM_THREADS": "1", "HOME": str(folder), "COLUMNS": "100", "MSPROBE_CACHE": cache}
+    return {**os.environ, **fixed}
 
 
 def play(part, folder):

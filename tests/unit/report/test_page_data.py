@@ -1,6 +1,7 @@
 """What the page is told: figures derived anew from the files of the run, verdicts, budgets, and safe embedding."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -233,3 +234,14 @@ def test_command_says_what_it_cannot_do(pages, tmp_path, capsys):
     assert "is a directory" in capsys.readouterr().err
     with pytest.raises(OutputError, match="cannot be written"):
         write_whole(tmp_path / "no" / "such" / "file", b"")
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_mode_of_a_file_follows_the_umask(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        write_whole(tmp_path / "page.html", b"x")
+        assert os.umask(mask) == mask
+    finally:
+        os.umask(before)
+    assert (tmp_path / "page.html").stat().st_mode & 0o777 == mode
