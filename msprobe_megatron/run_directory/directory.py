@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from msprobe_megatron.run_directory.safe_files import (
+    Allowance,
     LimitedFile,
     RunDirectoryError,
     RunTaken,
@@ -49,7 +50,9 @@ class RunDirectory:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
-        self._allowance = threading.local()
+        self.allowance: Allowance | None = None
+        """What is left of `limits.disk`; None: no limit. Facts in JSON and events are not counted."""
+        self._own = threading.local()
 
     @classmethod
     def create(cls, root: Path) -> RunDirectory:
@@ -111,39 +114,56 @@ class RunDirectory:
         """Let ``fill`` write a file, which then appears whole; returns its size."""
         *folders, name = components(relative)
         with directory_below(self._descriptor, folders, str(self.path)) as folder:
-            return self._spend(replace_file(name, folder, self._limited(fill)))
+            before = _own_bytes(name, folder) if self.allowance is not None else 0
+            size = self._tally(replace_file(name, folder, self._limited(fill)))
+        # Not before: until the rename, both are on the disk.
+        if self.allowance is not None:
+            self.allowance.give_back(before)
+        return size
 
     def begin_file(self, relative: str, fill: Callable[[IO[bytes]], None]) -> Unfinished:
         """Write a file without syncing it, so that several can be synced together: `finish_files` must follow."""
         *folders, name = components(relative)
         with directory_below(self._descriptor, folders, str(self.path)) as folder:
             file = begin_file(name, folder, self._limited(fill))
-        self._spend(file.size)
+        self._tally(file.size)
         return file
 
-    def allow(self, allowance: int | None) -> None:
-        """Let this thread write at most so many bytes more (None: any number); beyond, `OverAllowance` is raised."""
-        self._allowance.left = allowance
+    def limit(self, size: int | None) -> None:
+        """Let this process write at most so many bytes more (None: any number); beyond, `OverAllowance` is raised."""
+        self.allowance = None if size is None else Allowance(size)
 
-    @property
-    def allowance(self) -> int | None:
-        """Bytes that this thread may still write."""
-        left: int | None = getattr(self._allowance, "left", None)
-        return left
+    def tally(self) -> int:
+        """Bytes of the files that this thread has written since it last asked."""
+        found: int = getattr(self._own, "bytes", 0)
+        self._own.bytes = 0
+        return found
 
     def _limited(self, fill: Callable[[IO[bytes]], None]) -> Callable[[IO[bytes]], None]:
-        left = self.allowance
-        return fill if left is None else lambda file: fill(cast(IO[bytes], LimitedFile(file, left)))
+        allowance = self.allowance
+        if allowance is None:
+            return fill
 
-    def _spend(self, size: int) -> int:
-        if self.allowance is not None:
-            self._allowance.left -= size
+        def limited(file: IO[bytes]) -> None:
+            wrapped = LimitedFile(file, allowance)
+            try:
+                fill(cast(IO[bytes], wrapped))
+            except BaseException:  # the file is removed
+                allowance.give_back(wrapped.taken)
+                raise
+
+        return limited
+
+    def _tally(self, size: int) -> int:
+        self._own.bytes = getattr(self._own, "bytes", 0) + size
         return size
 
     def write_json(self, relative: str, value: Any) -> int:
         """Write facts as JSON; returns the size of the file."""
         text = json_text(value, indent=1).encode("ascii")
-        return self.write_file(relative, lambda file: put(file, text))
+        *folders, name = components(relative)
+        with directory_below(self._descriptor, folders, str(self.path)) as folder:
+            return replace_file(name, folder, lambda file: put(file, text))
 
     def write_table(self, relative: str, table: pa.Table | memoryview) -> int:
         """Write a table, or one that is Parquet already, as Parquet; returns the size of the file."""
@@ -190,7 +210,8 @@ class RunDirectory:
         """Create a file that grows, for readers that follow a running job."""
         *folders, name = components(relative)
         with directory_below(self._descriptor, folders, str(self.path)) as folder:
-            return os.fdopen(create_file(name, folder, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
+            file = os.fdopen(create_file(name, folder, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
+        return file if self.allowance is None else cast(IO[bytes], LimitedFile(file, self.allowance))
 
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add one line to ``events.jsonl``, in one write: ranks append at the same time."""
@@ -208,6 +229,15 @@ class RunDirectory:
             return create_file(EVENTS, self._descriptor, os.O_WRONLY | os.O_APPEND)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(EVENTS, flags, dir_fd=self._descriptor)
+
+
+def _own_bytes(name: str, folder: int) -> int:
+    """The bytes that replacing a file frees: none if it is not there, or has a second name."""
+    try:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return 0
+    return found.st_size if found.st_nlink == 1 else 0
 
 
 def put(file: IO[bytes], content: Any) -> None:

@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import stat
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -39,20 +40,44 @@ class RunTaken(RunDirectoryError):
 
 
 class OverAllowance(RunDirectoryError):
-    """A file would need more bytes than this thread may still write; nothing of it is left on the disk."""
+    """A file would need more bytes than this process may still write; nothing of it is left on the disk."""
+
+
+class Allowance:
+    """Bytes that a process may still write into its run directory, whichever of its threads writes them."""
+
+    def __init__(self, limit: int) -> None:
+        self._lock = threading.Lock()
+        self.left = limit
+        self.refused = False
+        """True once something did not fit."""
+
+    def take(self, size: int) -> None:
+        """Take bytes that are about to be written, or raise `OverAllowance` before a byte too many is."""
+        with self._lock:
+            if size > self.left:
+                self.refused = True
+                raise OverAllowance
+            self.left -= size
+
+    def give_back(self, size: int) -> None:
+        """Return the bytes of a file that was not kept."""
+        with self._lock:
+            self.left += size
 
 
 class LimitedFile:
-    """A file that takes no more than ``allowance`` bytes."""
+    """A file whose bytes are taken from an allowance."""
 
-    def __init__(self, file: IO[bytes], allowance: int) -> None:
-        self._file, self._left = file, allowance
+    def __init__(self, file: IO[bytes], allowance: Allowance) -> None:
+        self._file, self._allowance = file, allowance
+        self.taken = 0
 
     def write(self, data: Any) -> int:
         """Write, or raise `OverAllowance` before a byte too many is written."""
-        self._left -= memoryview(data).nbytes
-        if self._left < 0:
-            raise OverAllowance
+        size = memoryview(data).nbytes
+        self._allowance.take(size)
+        self.taken += size
         return self._file.write(data)
 
     def __getattr__(self, name: str) -> Any:

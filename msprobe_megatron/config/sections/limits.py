@@ -70,7 +70,12 @@ class Limits:
     """The ``limits`` section. Without a ``disk`` limit the file system is the limit."""
 
     host_memory: int = key(2 << 30, SIZE, "host memory per rank for statistics and queues, at most", "4GiB")
-    disk: int | None = key(None, SIZE, "size of the run directory, at most; every rank has an equal share", "100GiB")
+    disk: int | None = key(
+        None,
+        SIZE,
+        "size of what is recorded, at most, beside run.json, ranks/ and events.jsonl; every rank has an equal share",
+        "100GiB",
+    )
 
     def describe(self) -> str:
         """One line for `msprobe-megatron validate`."""

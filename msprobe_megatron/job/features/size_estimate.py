@@ -57,7 +57,11 @@ class FirstStepBatch(Batch):
 
     def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
         """Measure the files of the step."""
+        if directory.allowance is not None and directory.allowance.refused:
+            return 0  # the first step is not whole: its size would say too little
         folder = directory.path / f"step_{self._step:06d}" / f"rank_{identity['rank']:05d}"
+        if not (folder / "records.parquet").exists():  # dropped, and counted
+            return 0
         sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)}
         # Later steps share this file by a link.
         once = sizes.pop("sites.json", 0)

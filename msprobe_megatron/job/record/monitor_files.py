@@ -22,6 +22,7 @@ import pyarrow.parquet  # noqa: F401 (loaded with the kit and not with the first
 from msprobe_megatron.job.record.slots import SealedSlots
 from msprobe_megatron.job.record.writer import ROW_BYTES, Batch, StepRowsBatch, WriterCounts
 from msprobe_megatron.run_directory.directory import RunDirectory
+from msprobe_megatron.run_directory.safe_files import OverAllowance
 from msprobe_megatron.run_directory.schema import COUNT_COLUMNS, FLOAT_COLUMNS, Row
 from msprobe_megatron.run_directory.table import build_table
 
@@ -142,9 +143,13 @@ class MonitorFile:
     def close(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
         """Write what is left and start another file."""
         grown = self.write(directory, identity, full=True)
+        self.forget()
+        return grown
+
+    def forget(self) -> None:
+        """Start another file; what was not written is lost."""
         self._runs, self._first, self._last = [], -1, -1
         self._rows = self._unwritten = self._written_bytes = 0
-        return grown
 
 
 def steps_table(steps: Sequence[StepRows], identity: Mapping[str, int]) -> pa.Table:
@@ -249,6 +254,10 @@ class MonitorBatch(StepRowsBatch):
         """How many rows it has."""
         return len(self.rows)
 
+    def expected_bytes(self, last: int) -> int:
+        """None: alerts see the step even when its rows have no room on the disk any more."""
+        return 0
+
     def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
         """Show the step to the watchers and add it to the file; write the file if it is full or due."""
         step = self._arrived()
@@ -261,7 +270,11 @@ class MonitorBatch(StepRowsBatch):
                 if self.fault is None:
                     raise
                 self.fault(error, type(watcher).__name__)
-        size = self.file.close(directory, identity) if self.file.full(self.step) else 0
+        try:
+            size = self.file.close(directory, identity) if self.file.full(self.step) else 0
+        except OverAllowance:
+            self.file.forget()
+            raise
         self.file.add(step)
         return size + (self.file.write(directory, identity) if self.file.due() else 0)
 
@@ -290,24 +303,31 @@ class MonitorBatches(Batch):
     """Several short steps submitted together: waking the writer for each would cost more than it saves."""
 
     batches: Sequence[MonitorBatch]
+    lost: list[MonitorBatch] = field(default_factory=list, compare=False)
+    """Those that had no room on the disk."""
 
     @property
     def nbytes(self) -> int:
         """What all of them hold."""
         return sum(batch.nbytes for batch in self.batches)
 
-    def expected_bytes(self, last: int) -> int:
-        """As many bytes as the last ones wrote: none, unless they filled a file."""
-        return last
-
     def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
-        """Write one after the other."""
-        return sum(batch.write(directory, identity) for batch in self.batches)
+        """Write one after the other; one that has no room on the disk does not keep the next from its watchers."""
+        size = 0
+        for batch in self.batches:
+            try:
+                size += batch.write(directory, identity)
+            except OverAllowance:
+                self.lost.append(batch)
+        return size
 
     def count(self, counts: WriterCounts) -> None:
-        """Add all steps."""
+        """Add all steps, those without room as lost."""
         for batch in self.batches:
-            batch.count(counts)
+            if any(batch is one for one in self.lost):
+                batch.drop(counts)
+            else:
+                batch.count(counts)
 
     def drop(self, counts: WriterCounts) -> None:
         """Add all steps as lost."""

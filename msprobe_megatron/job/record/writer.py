@@ -141,6 +141,7 @@ class Writer:
         self._identity = {name: identity[name] for name in IDENTITY_COLUMNS}
         self._limit, self._policy, self._patience = queue_bytes, policy, block_seconds
         self._disk, self._on_limit, self._disk_full = disk_bytes, on_limit, False
+        directory.limit(disk_bytes)
         self._last_bytes: dict[type[Batch], int] = {}
         self._queue: deque[tuple[Batch, int]] = deque()  # with the size it was admitted with
         self._held_bytes = 0  # queued or being written
@@ -201,12 +202,13 @@ class Writer:
         batch.drop(self.counts)
         self.counts.bytes_dropped += batch.nbytes
 
-    def _over_limit(self, batch: Batch, begun: int) -> bool:
-        """True if the files of this batch would exceed the disk limit."""
-        if self._disk is None:
+    def _over_limit(self, batch: Batch) -> bool:
+        """True if the files of this batch would exceed the disk limit; one that expects none always has its turn."""
+        allowance = self._directory.allowance
+        if allowance is None:
             return False
         expected = batch.expected_bytes(self._last_bytes.get(type(batch), 0))
-        over = self.counts.bytes_written + begun + expected >= self._disk
+        over = 0 < expected >= allowance.left
         if over:
             self._report_full()
         return over
@@ -225,20 +227,19 @@ class Writer:
                 if not self._queue:
                     return
                 batch, size = self._queue.popleft()
-            begun.append(self._begin(batch, size, sum(one.written for one in begun)))
+            begun.append(self._begin(batch, size))
             del batch
             if not self._go_on(begun):
                 self._finish(begun)
                 begun = []
 
-    def _begin(self, batch: Batch, size: int, begun: int) -> _Begun:
+    def _begin(self, batch: Batch, size: int) -> _Begun:
         """Write a batch; a large one is not synced yet."""
         found = _Begun(batch, size)
-        if self._faulted or self._over_limit(batch, begun):
+        if self._faulted or self._over_limit(batch):
             return found
         # Sizes are only expected before a batch is written: the directory holds it to what is really left.
-        left = None if self._disk is None else self._disk - self.counts.bytes_written - begun
-        self._directory.allow(left)
+        self._directory.tally()
         try:
             if batch.large:
                 found.file = batch.begin(self._directory, self._identity)
@@ -247,13 +248,12 @@ class Writer:
                 found.written = batch.write(self._directory, self._identity)
             found.lost = False
         except OverAllowance:
-            self._report_full()
             # Files of the batch that were complete before the one that did not fit.
-            found.written = (left or 0) - (self._directory.allowance or 0)
+            found.written = self._directory.tally()
         except BaseException as error:
             self._fault(error)
-        finally:
-            self._directory.allow(None)
+        if self._directory.allowance is not None and self._directory.allowance.refused:
+            self._report_full()
         return found
 
     def _go_on(self, begun: list[_Begun]) -> bool:

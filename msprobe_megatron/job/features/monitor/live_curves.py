@@ -22,6 +22,7 @@ from msprobe_megatron.job.record.monitor_files import PerRows, StepRows
 from msprobe_megatron.job.record.writer import Batch
 from msprobe_megatron.run_directory.encoders.png import heat_map, png
 from msprobe_megatron.run_directory.encoders.tensorboard_events import header, image_record, scalars_record
+from msprobe_megatron.run_directory.safe_files import OverAllowance
 from msprobe_megatron.run_directory.schema import Row
 from msprobe_megatron.topology.layers import layer_of
 
@@ -81,7 +82,11 @@ class LiveCurves(Feature):
             name = f"events.out.tfevents.{int(self._now())}.msprobe"
             self._file = self._job.directory.grow_file(f"tensorboard/rank_{self._job.where.rank:05d}/{name}")
             content = header(self._now()) + content
-        self._file.write(content)
+        try:
+            self._file.write(content)
+        except OverAllowance:
+            self._tensorboard = False
+            self._job.say("limits.disk: the curves for TensorBoard end here", "drop")
 
     def _draw(self) -> None:
         self._drawn = self._now()

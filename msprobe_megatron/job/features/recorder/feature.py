@@ -8,6 +8,7 @@ the run directory. A rank that writes notifies its peers through the job's store
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections import deque
@@ -28,6 +29,7 @@ from msprobe_megatron.job.record.observations import rows_of
 from msprobe_megatron.job.record.step_files import StepBatch
 from msprobe_megatron.job.record.writer import Batch
 from msprobe_megatron.run_directory.directory import RunDirectory
+from msprobe_megatron.run_directory.safe_files import OverAllowance
 from msprobe_megatron.run_directory.schema import IDENTITY_COLUMNS
 
 Batches = tuple[StepBatch, ...]
@@ -177,11 +179,15 @@ class RecorderFeature(StepRecording):
             if self._times >= self.recorder.times or not new:
                 return
             self._times, self._last_reason_step = self._times + 1, step
-            for batch in new:
-                batch.write(self._job.directory, self._identity)
-                self.written[batch.step] = reason
-            steps = [batch.step for batch in new]
+            steps: list[int] = []
+            with contextlib.suppress(OverAllowance):
+                for batch in new:
+                    batch.write(self._job.directory, self._identity)
+                    self.written[batch.step] = reason
+                    steps.append(batch.step)
             text = f"flight recorder: steps {steps} are written: {reason}"
+            if len(steps) < len(new):
+                text += f"; limits.disk left no room for steps {[batch.step for batch in new[len(steps) :]]}"
             event = {"event": "recorder", "rank": self._job.where.rank, "step": step, "reason": reason}
             self._job.directory.append_event({**event, "steps": steps, "text": text})
         if self._peers is not None and notify:
@@ -213,7 +219,7 @@ class InspectBatch(Batch):
         """Inspect first: what this rank sees itself is its own reason."""
         self.recorder.inspect(self.batch, self.kept)
         self.recorder.follow_peers(self.ring)
-        return 0
+        return directory.tally()
 
 
 @dataclass(frozen=True)
@@ -231,4 +237,4 @@ class LastNoticesBatch(Batch):
     def write(self, directory: RunDirectory, identity: Mapping[str, int]) -> int:
         """Handle all notices that have come so far."""
         self.recorder.follow_peers(self.ring, last=True)
-        return 0
+        return directory.tally()
