@@ -1,6 +1,6 @@
 """Clean runs of many layouts, levels and precisions agree with one device: no false alarm.
 
-All of it is behind `-m slow`, but for a few that no other test has; docs/compare.md has the figures of the last run.
+All of it is behind `-m slow`, but for ten that have every probe and precision; docs/compare.md has the figures of the last run.
 """
 
 from __future__ import annotations
@@ -99,6 +99,13 @@ _QUICK = {
     ("moe", "tp2_etp2_ep2", "mix", "bf16"),
     ("llama", "tp2_cp2", "L0", "bf16"),
     ("normed", "tp2_sp", "mix", "fp16"),
+    ("gpt", "pp2_vpp2", "L1", "fp16"),
+    ("gpt", "dp2_overlap", "sketch", "bf16"),
+    ("gpt", "tp2", "monitor", "fp32"),
+    ("gpt", "cp2", "mix", "bf16"),
+    ("llama", "tp2_recompute", "L1", "bf16"),
+    ("moe", "ep2", "monitor", "bf16"),
+    ("moe", "ep2", "sketch", "fp32"),
 }
 
 
@@ -151,6 +158,8 @@ def matrix(tmp_path_factory):
 def test_the_matrix_is_as_large_as_promised():
     assert sum(map(len, LAYOUTS.values())) >= 60
     assert len(cases()) == 15 * sum(map(len, LAYOUTS.values()))
+    assert len(_QUICK & set(cases())) >= 10
+    assert {case[2] for case in _QUICK} == set(PROBES) and {case[3] for case in _QUICK} == set(PRECISIONS)
 
 
 @pytest.mark.parametrize(
