@@ -37,12 +37,17 @@ def main(argv: list[str] | None = None) -> None:
         if not package or package == "msprobe_megatron":
             raise
         target = found[1] if found is not None else "the script"
-        listed = (folder / "requirements.txt").is_file()
         _end(
             f"{target} imports {error.name}, which {sys.executable} does not have and nothing stands in for; accepted:"
-            f" what the host's own installation asks for"
-            + (f": pip install -r {folder / 'requirements.txt'}" if listed else f", pip install {package} among it")
+            f" what the host's own installation asks for{_remedy(package, folder / 'requirements.txt')}"
         )
+
+
+def _remedy(package: str, requirements: Path) -> str:
+    if package == "pkg_resources":
+        # Part of setuptools until 80; no requirements.txt of the hosts names it.
+        return ": pip install 'setuptools<81'"
+    return f": pip install -r {requirements}" if requirements.is_file() else f", pip install {package} among it"
 
 
 def _end(sentence: str) -> NoReturn:

@@ -89,3 +89,13 @@ def test_a_package_that_nothing_stands_in_for_is_named(tmp_path):
     assert last == done.stdout.splitlines()[-1]
     assert f"pip install -r {tmp_path / 'requirements.txt'}" in last
     assert "ModuleNotFoundError" not in done.stdout
+
+
+def test_pkg_resources_is_of_setuptools_and_of_no_requirements_file(tmp_path):
+    checkout(tmp_path, 'import modellink\nraise ModuleNotFoundError("No module", name="pkg_resources.extern")\n')
+    (tmp_path / "requirements.txt").touch()
+    done = rehearse(tmp_path)
+    assert done.returncode != 0
+    last = done.stdout.splitlines()[-1]
+    assert "imports pkg_resources.extern" in last and "pip install 'setuptools<81'" in last
+    assert "requirements.txt" not in last
