@@ -1,6 +1,7 @@
 """Clean runs of many layouts, levels and precisions agree with one device: no false alarm.
 
-All of it is behind `-m slow`, but for ten that have every probe and precision; docs/compare.md has the figures of the last run.
+All of it is behind `-m slow`, but for ten that have every probe and precision; docs/compare.md has the figures of the
+last run.
 """
 
 from __future__ import annotations
